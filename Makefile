@@ -1,0 +1,34 @@
+# One command per task; each does its own set-up.
+.PHONY: setup demo test test-python test-cpp lint format clean
+
+setup:
+	@bash scripts/setup.sh
+
+demo: setup
+	@.venv/bin/python bench/demo.py
+
+test: test-cpp test-python
+
+test-python: setup
+	.venv/bin/python -m pytest
+
+# Under address and undefined-behaviour sanitizers.
+test-cpp: setup
+	@.venv/bin/cmake -S . -B build/cpp -G Ninja -DCMAKE_BUILD_TYPE=Debug -DCHRONICA_PYTHON=OFF -DCHRONICA_TESTS=ON \
+	  -DCHRONICA_WERROR=ON -DCMAKE_MAKE_PROGRAM=$(CURDIR)/.venv/bin/ninja >build/cpp.log || (cat build/cpp.log; exit 1)
+	@.venv/bin/cmake --build build/cpp
+	@.venv/bin/ctest --test-dir build/cpp --output-on-failure
+
+lint: setup
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/clang-format --dry-run --Werror csrc/*.?pp tests/cpp/*.?pp
+
+format: setup
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+	.venv/bin/clang-format -i csrc/*.?pp tests/cpp/*.?pp
+
+clean:
+	rm -rf build .venv

@@ -1,0 +1,106 @@
+"""Checks of what users give: every error says what was given, what is allowed and, where it helps, what to do."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+LARGEST_INT64 = 2**63 - 1
+
+
+def integer(name: str, value: object, least: int | None = None, most: int | None = None) -> int:
+    """Return ``value`` as an int between ``least`` and ``most``; a bool or a float is a TypeError."""
+    if isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} must be an integer, not {value!r}")
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, not {value!r} of type {type(value).__name__}") from None
+    if least is not None and number < least:
+        raise ValueError(f"{name} must be at least {least}, not {number}")
+    if most is not None and number > most:
+        raise ValueError(f"{name} must be at most {most}, not {number}")
+    return number
+
+
+def real(name: str, value: object, least: float = -math.inf) -> float:
+    """Return ``value`` as a finite float of at least ``least``; a bool or a string is a TypeError."""
+    if isinstance(value, bool | np.bool_ | str | bytes):
+        raise TypeError(f"{name} must be a number, not {value!r}")
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, OverflowError):
+        raise TypeError(f"{name} must be a number, not {value!r} of type {type(value).__name__}") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be finite, not {number}")
+    if number < least:
+        raise ValueError(f"{name} must be at least {least:g}, not {number:g}")
+    return number
+
+
+def boolean(name: str, value: object) -> bool:
+    """Return ``value`` as a bool; anything but True and False is a TypeError."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} must be True or False, not {value!r}")
+    return bool(value)
+
+
+def choice(name: str, value: object, allowed: Sequence[str | None]) -> None:
+    """Raise a ValueError unless ``value`` is one of ``allowed``."""
+    if not (value is None or isinstance(value, str)) or value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
+
+
+def vector(name: str, values: Any) -> NDArray[Any]:
+    """Return ``values`` as a one-dimensional array of integers or floats, read in place where possible, not empty."""
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} must be a one-dimensional array of numbers: {error}") from None
+    if array.ndim != 1:
+        raise ValueError(f"{name} must be one-dimensional, not of shape {array.shape}")
+    if array.size == 0:
+        raise ValueError(f"{name} is empty; at least one value is needed")
+    if array.dtype == np.uint64 or array.dtype == object:
+        array = _as_int64(name, array)
+    if array.dtype.kind not in "iuf":
+        raise TypeError(f"{name} must hold integers or floats, not {array.dtype}")
+    return array
+
+
+def _as_int64(name: str, array: NDArray[Any]) -> NDArray[np.int64]:
+    """Narrow unsigned and Python integers to int64, or say which one does not fit."""
+    for position, value in enumerate(array if array.dtype == object else ()):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            raise TypeError(f"{name} must hold numbers, not {value!r} (position {position})")
+    fits = (array >= -LARGEST_INT64) & (array <= LARGEST_INT64)
+    _refuse_first(name, array, ~fits.astype(bool), f"fit int64 (at most {LARGEST_INT64})")
+    return array.astype(np.int64)
+
+
+def non_negative(name: str, values: Any) -> NDArray[Any]:
+    """Return ``values`` as a vector (see :func:`vector`) whose values are finite, not negative and within int64."""
+    array = vector(name, values)
+    if array.dtype.kind == "f":
+        _refuse_first(name, array, ~np.isfinite(array), "be finite")
+        _refuse_first(name, array, array >= 2.0**63, f"be at most {LARGEST_INT64} (int64)")
+    if array.dtype.kind != "u":
+        _refuse_first(name, array, array < 0, "not be negative")
+    return array
+
+
+def _refuse_first(name: str, array: NDArray[Any], wrong: NDArray[np.bool_], rule: str) -> None:
+    if wrong.any():
+        position = int(np.argmax(wrong))
+        raise ValueError(f"{name} must {rule}; position {position} holds {array[position]}")
+
+
+def same_length(name: str, array: NDArray[Any], expected: int, what: str) -> None:
+    """Raise a ValueError unless ``array`` has ``expected`` values, one per ``what``."""
+    if array.size != expected:
+        raise ValueError(f"{name} must have one value per {what}: {expected} are needed, {array.size} were given")

@@ -1,0 +1,118 @@
+"""Model: what a micro-batch costs, predicted from the sizes of its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chronica_hvd import checks
+
+COEFFICIENTS = ("fixed", "per_sample", "per_size", "per_size2")
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Cost of a micro-batch: ``fixed + per_sample · n + per_size · S1 + per_size2 · S2``.
+
+    n is its number of samples; S1 = Σ size and S2 = Σ size² without padding, S1 = n · max and S2 = n · max² where the
+    samples are padded to the longest. The unit is the caller's (seconds, FLOPs, tokens): only ratios matter to a plan.
+    The default is cost by size.
+
+    Parameters
+    ----------
+    fixed, per_sample, per_size, per_size2
+        The coefficients; finite, none negative.
+    rank_scale
+        How many times longer than predicted each rank takes, one positive number per rank; ``None``: all as predicted.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A coefficient is not a number, negative or not finite; a rank's scale is not positive.
+    """
+
+    fixed: float = 0.0
+    per_sample: float = 0.0
+    per_size: float = 1.0
+    per_size2: float = 0.0
+    rank_scale: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        for name in COEFFICIENTS:
+            object.__setattr__(self, name, checks.real(name, getattr(self, name), least=0.0))
+        if self.rank_scale is not None:
+            scale = checks.non_negative("rank_scale", self.rank_scale)
+            if (scale <= 0).any():
+                raise ValueError(f"rank_scale must be positive on every rank, not {scale.tolist()}")
+            object.__setattr__(self, "rank_scale", tuple(map(float, scale)))
+
+    def sample_costs(self, sizes: NDArray[Any]) -> NDArray[np.float64]:
+        """Return what each sample adds to its micro-batch, from its size (padded: of the longest, times n).
+
+        The order of the operations is fixed and nothing is fused, so that every rank gets the same numbers.
+        """
+        size = np.asarray(sizes, dtype=np.float64)
+        return self.per_sample + (self.per_size * size + self.per_size2 * (size * size))
+
+    def predict(self, samples: Any, size: Any, size2: Any) -> Any:
+        """Return the cost of micro-batches from n, S1 and S2 (numbers or arrays of one shape)."""
+        return self.fixed + self.per_sample * samples + (self.per_size * size + self.per_size2 * size2)
+
+    @classmethod
+    def fit(cls, records: NDArray[Any]) -> CostModel:
+        """Fit the coefficients to measured times, in nanoseconds.
+
+        Least squares of the *relative* errors with no coefficient negative, on the columns [1, n, S1, S2]; so a slow
+        outlier weighs no more than a short step. With four columns the non-negative problem is solved exactly, by
+        solving the unconstrained one for every subset of columns and keeping the best whose solution is not negative
+        (Lawson and Hanson 1974, chapter 23, describe the problem).
+
+        Parameters
+        ----------
+        records
+            Structured array with the integer fields ``samples, size, size2, elapsed_ns``, as :meth:`StepTimer.drain`
+            returns it; at least one record, of different shapes if more than one coefficient is to be told apart.
+
+        Raises
+        ------
+        TypeError
+            The fields are missing.
+        ValueError
+            There are no records, or a time is not positive.
+        """
+        names = getattr(getattr(records, "dtype", None), "names", None) or ()
+        missing = [name for name in ("samples", "size", "size2", "elapsed_ns") if name not in names]
+        if missing:
+            raise TypeError(f"records must be a structured array as StepTimer.drain() returns; it lacks {missing}")
+        elapsed = checks.vector("records", records["elapsed_ns"]).astype(np.float64)
+        if (elapsed <= 0).any():
+            raise ValueError(f"every record needs a positive elapsed_ns, not {int(elapsed.min())}")
+        work = [records[name].astype(np.float64) for name in ("samples", "size", "size2")]
+        columns = np.stack([np.ones_like(elapsed), *work], axis=1) / elapsed[:, None]  # (records, 4)
+        fixed, per_sample, per_size, per_size2 = _non_negative_least_squares(columns, np.ones_like(elapsed))
+        return cls(fixed, per_sample, per_size, per_size2)
+
+
+def _non_negative_least_squares(columns: NDArray[np.float64], target: NDArray[np.float64]) -> list[float]:
+    """Return x ≥ 0 that minimises |columns · x − target|², trying every set of non-zero coefficients."""
+    scale = np.linalg.norm(columns, axis=0)
+    scale[scale == 0.0] = 1.0
+    count = columns.shape[1]
+    best = np.zeros(count)
+    least = float(target @ target)
+    for chosen in (list(c) for size in range(1, count + 1) for c in combinations(range(count), size)):
+        solution, _, rank, _ = np.linalg.lstsq(columns[:, chosen] / scale[chosen], target, rcond=None)
+        if rank < len(chosen) or (solution < 0).any():
+            continue
+        residual = columns[:, chosen] / scale[chosen] @ solution - target
+        # More coefficients must earn their place: a tie within rounding keeps the simpler model.
+        if float(residual @ residual) < least * (1.0 - 1e-9):
+            least = float(residual @ residual)
+            best = np.zeros(count)
+            best[chosen] = solution / scale[chosen]
+    return [float(value) for value in best]

@@ -1,0 +1,130 @@
+"""Weigh: Horovod's optimizer, with the weights of a sampler's plan inside."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from chronica_hvd import checks
+from chronica_hvd.sampler import BatchSampler
+from chronica_hvd.weigh import Weigher
+from chronica_hvd.world import horovod
+
+#: Optimizers are made in the same order on every rank, so their number names their collectives.
+_numbers = itertools.count()
+
+
+def DistributedOptimizer(  # noqa: N802 (it takes the place of hvd.DistributedOptimizer)
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    *,
+    sampler: BatchSampler | None = None,
+    lookahead: int = 0,
+    **options: Any,
+) -> Any:
+    """Wrap an optimizer as ``hvd.DistributedOptimizer`` does, and weigh every gradient as the sampler's plan says.
+
+    After the allreduce each rank holds the gradient of the mean loss over the global batch, however it was split. Use
+    it exactly as Horovod's, ``synchronize()`` and ``skip_synchronize()`` included. The ranks' plans are compared in the
+    first step of every 64.
+
+    Parameters
+    ----------
+    optimizer
+        The optimizer to wrap, before its first step.
+    named_parameters
+        ``model.named_parameters()``.
+    sampler
+        The :class:`BatchSampler` whose batches are trained on; ``None``: every weight is 1.
+    lookahead
+        How many steps beyond the one trained on may have been taken from the loader, for wrappers that read ahead.
+    options
+        Horovod's: ``compression``, ``op`` (Average or Sum), ``gradient_predivide_factor``, ``groups``,
+        ``sparse_as_dense``, ``process_set``. ``backward_passes_per_step`` above 1 with a sampler is not built yet.
+
+    Returns
+    -------
+    Horovod's optimizer, an instance of the given optimizer's class, with the attribute ``weight``: this rank's gradient
+    factor in the step at work.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is not allowed; ``op=hvd.Adasum`` among them, which reduces parameter differences, not gradients.
+    NotImplementedError
+        ``backward_passes_per_step`` above 1 with a sampler.
+    RuntimeError
+        Horovod is missing or not initialised. From ``backward()``: no step was taken from the sampler's loader, or too
+        many, so that the weight would be a guess. From ``synchronize()`` or ``step()``: the ranks' plans differ.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be a torch optimizer, not {optimizer!r}")
+    if sampler is not None and not isinstance(sampler, BatchSampler):
+        raise TypeError(f"sampler must be a chronica_hvd.BatchSampler or None, not {sampler!r}")
+    checks.integer("lookahead", lookahead, least=0)
+    hvd = horovod()
+    if type(optimizer).__module__ == "horovod.torch.optimizer":
+        raise TypeError("optimizer is already wrapped by Horovod; give the torch optimizer itself")
+    known = list(inspect.signature(hvd.DistributedOptimizer).parameters)[2:]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise TypeError(f"unknown option {unknown[0]!r}; Horovod's options are {', '.join(known)}")
+    if options.get("op") == hvd.Adasum:
+        raise ValueError(
+            "op=hvd.Adasum reduces parameter differences, to which no gradient weight applies; use Average or Sum"
+        )
+    passes = checks.integer("backward_passes_per_step", options.get("backward_passes_per_step", 1), least=1)
+    if not hvd.is_initialized():
+        raise RuntimeError("Horovod is not initialised: call hvd.init() first")
+    if sampler is None:
+        return _with_weight(hvd.DistributedOptimizer(optimizer, named_parameters, **options), None)
+
+    options["process_set"] = _shared_process_set(sampler, options.get("process_set"), hvd)
+    if passes > 1:
+        raise NotImplementedError("backward_passes_per_step above 1 with a sampler is not built yet")
+    weigher = Weigher(sampler.progress, sampler.world, lookahead, name=str(next(_numbers)))
+    weigher.watch(parameter for group in optimizer.param_groups for parameter in group["params"])
+    wrapped = hvd.DistributedOptimizer(optimizer, named_parameters, **options)
+    return _with_weigher(_with_weight(wrapped, sampler), weigher)
+
+
+def _shared_process_set(sampler: BatchSampler, given: Any, hvd: Any) -> Any:
+    """Return the process set of sampler and optimizer, which must be one."""
+    world = sampler.world
+    process_set = world.process_set or given or hvd.global_process_set
+    if given is not None and given != process_set:
+        raise ValueError(f"the sampler plans for the process set {process_set}, but the optimizer was given {given}")
+    if (world.rank, world.size) != (process_set.rank(), process_set.size()):
+        raise ValueError(
+            f"the sampler plans for rank {world.rank} of {world.size}, "
+            f"but Horovod runs this as rank {process_set.rank()} of {process_set.size()}"
+        )
+    return process_set
+
+
+def _with_weight(wrapped: Any, sampler: BatchSampler | None) -> Any:
+    # Horovod makes a class for each object; subclassing that recurses for ever (it calls super(self.__class__, self)),
+    # so the class itself gets what is ours.
+    type(wrapped).weight = property(lambda _: 1.0 if sampler is None else sampler.weight)
+    return wrapped
+
+
+def _with_weigher(wrapped: Any, weigher: Weigher) -> Any:
+    horovods_synchronize = type(wrapped).synchronize
+
+    def synchronize(self: Any) -> None:
+        """Wait for the gradients of all ranks; once per step the step counts as finished."""
+        # GradScaler may skip step() after synchronize(), which leaves _synchronized set: hence both questions.
+        is_first = weigher.is_at_work or not self._synchronized
+        if is_first:
+            weigher.compare_plans()
+        horovods_synchronize(self)
+        if is_first:
+            weigher.finish_step()
+
+    type(wrapped).synchronize = synchronize
+    return wrapped

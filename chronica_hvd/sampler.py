@@ -1,0 +1,165 @@
+"""Sample: the batches of this rank, step by step, as its plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Sampler
+
+from chronica_hvd import checks
+from chronica_hvd.cost import CostModel
+from chronica_hvd.options import PlanOptions
+from chronica_hvd.planner import Planner
+from chronica_hvd.plans import Plan
+from chronica_hvd.progress import Progress, StepTicket
+from chronica_hvd.world import World
+
+
+class BatchSampler(Sampler[list[int]]):
+    """Batch sampler of this rank: give it to :class:`chronica_hvd.DataLoader` as ``batch_sampler``.
+
+    Every rank plans the whole epoch from the same numbers and takes its own part; nothing is communicated here.
+
+    Parameters
+    ----------
+    sizes
+        (samples,) size of every sample of the data set, the same on every rank.
+    batch_size
+        Samples per rank and step on average, as in every Horovod script.
+    num_replicas, rank
+        A count or the ranks' relative speeds (as ``ranks`` of :func:`chronica_hvd.plan`), and this rank's number. By
+        default Horovod knows both. With speeds alone the rank comes from Horovod; with both Horovod is not needed.
+    process_set
+        The Horovod process set that shares the data; by default all ranks.
+    refresh
+        When measured costs replace the planned ones: ``"epoch"`` or ``None``. Costs are not measured yet, so the given
+        cost (by default: by size) holds throughout either way; a number of blocks is not built yet.
+    options
+        The keyword options of :func:`chronica_hvd.plan`; ``epoch`` is the first epoch.
+
+    Attributes
+    ----------
+    world
+        This rank among the others.
+    batch_size, drop_last
+        As given.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As :func:`chronica_hvd.plan`, on construction.
+    RuntimeError
+        Horovod is needed and is missing or not initialised.
+    """
+
+    def __init__(
+        self,
+        sizes: Any,
+        batch_size: int,
+        *,
+        num_replicas: Any = None,
+        rank: int | None = None,
+        process_set: Any = None,
+        refresh: int | str | None = "epoch",
+        **options: Any,
+    ) -> None:
+        checked = PlanOptions.from_keywords(options)
+        _check_refresh(refresh)
+        if rank is not None:
+            checks.integer("rank", rank, least=0)
+        # Values first: an array of bad sizes is reported whether or not Horovod runs.
+        planner = None if num_replicas is None else Planner(sizes, num_replicas, batch_size, checked)
+        self.world = _world(None if planner is None else planner.ranks, rank, process_set)
+        self._planner = planner or Planner(sizes, self.world.size, batch_size, checked)
+        if isinstance(refresh, int):
+            raise NotImplementedError(f"refresh={refresh!r} is not built yet; this version supports 'epoch' and None")
+        self.batch_size = self._planner.batch_size
+        self.drop_last = checked.drop_last
+        self.progress = Progress()
+        self._epoch = checked.epoch
+        self._plan: Plan | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next iteration draws."""
+        return self._epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that the next iteration draws; an iteration under way goes on as planned."""
+        epoch = checks.integer("epoch", epoch, least=0)
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._plan = None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of this epoch for all ranks, computed when first asked for."""
+        if self._plan is None:
+            self._plan = self._planner.plan(self._epoch)
+        return self._plan
+
+    @property
+    def cost(self) -> CostModel | NDArray[np.float64]:
+        """What a sample costs: as given, or the default by size."""
+        return self._planner.cost
+
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        """Relative speed of each rank."""
+        return self._planner.speeds
+
+    @property
+    def samples(self) -> int:
+        """Number of samples of the data set."""
+        return int(self._planner.sizes.size)
+
+    @property
+    def weight(self) -> float:
+        """Gradient factor of this rank in the step at work: the oldest one taken and not finished, else the last.
+
+        Raises
+        ------
+        RuntimeError
+            No step has been taken from the loader yet.
+        """
+        ticket = self.progress.latest
+        if ticket is None:
+            raise RuntimeError(
+                "no step has been taken from this sampler's chronica_hvd.DataLoader yet, so there is no weight"
+            )
+        return ticket.weight
+
+    def tickets(self) -> Iterator[StepTicket]:
+        """Yield what the optimizer will need to know of each step of this epoch's plan."""
+        plan, epoch, rank = self.plan, self._epoch, self.world.rank
+        return (
+            StepTicket(epoch, step, float(plan.weights[step, rank]), plan.fingerprint) for step in range(plan.steps)
+        )
+
+    def __iter__(self) -> Iterator[list[int]]:
+        plan = self.plan
+        return (plan.batches(step, self.world.rank)[0].tolist() for step in range(plan.steps))
+
+    def __len__(self) -> int:
+        return self.plan.steps
+
+
+def _check_refresh(refresh: object) -> None:
+    if refresh is None or isinstance(refresh, str):
+        checks.choice("refresh", refresh, ("epoch", None))
+    else:
+        checks.integer("refresh", refresh, least=1)
+
+
+def _world(ranks: int | None, rank: int | None, process_set: Any) -> World:
+    """Return the world: by hand where both numbers are given, else Horovod's, which must agree with what is given."""
+    if ranks is not None and rank is not None and process_set is None:
+        return World(rank, ranks)
+    world = World.from_horovod(process_set)
+    for name, given, actual in (("num_replicas", ranks, world.size), ("rank", rank, world.rank)):
+        if given is not None and given != actual:
+            raise ValueError(f"{name} says {given}, but Horovod says {actual}")
+    return world

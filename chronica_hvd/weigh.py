@@ -1,0 +1,103 @@
+"""Weigh: multiply a rank's gradient by its weight before it is accumulated and sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from chronica_hvd.gather import compare_plans
+from chronica_hvd.planner import BLOCK_STEPS
+from chronica_hvd.progress import Progress, StepTicket
+from chronica_hvd.world import World
+
+#: Marks a parameter's gradient accumulator as weighed; it lives as long as the optimizer that marked it.
+_MARK = "chronica_hvd.weighed"
+
+
+class Weigher:
+    """Applies the weight of the step at work to every gradient that reaches a parameter.
+
+    The hooks sit before the accumulation (so gradients of several batches may have different weights) and before
+    Horovod's own hooks, which send what has been accumulated. ``torch.autograd.grad`` does not pass them.
+
+    Parameters
+    ----------
+    progress
+        Which step is at work.
+    world
+        The ranks whose plans must agree.
+    lookahead
+        How many steps a wrapper of the loader may have taken ahead.
+    name
+        Tells this optimizer's collectives from those of others; the same on every rank.
+    """
+
+    def __init__(self, progress: Progress, world: World, lookahead: int, name: str) -> None:
+        self._progress = progress
+        self._world = world
+        self._lookahead = lookahead
+        self._name = name
+        self._ticket: StepTicket | None = None  # of the step whose backward pass has begun
+        self._accumulators: list[Any] = []  # hooks live as long as these nodes are held
+
+    def watch(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Weigh the gradients of these parameters from now on.
+
+        Raises
+        ------
+        ValueError
+            One is weighed by another optimizer already: its gradient would be weighed twice.
+        """
+        nodes = [_accumulator(parameter) for parameter in parameters if parameter.requires_grad]
+        if any(_MARK in node.metadata for node in nodes):
+            raise ValueError(
+                "a parameter already belongs to another chronica_hvd.DistributedOptimizer, so its gradient would be "
+                "weighed twice; wrap each parameter once (to wrap anew, delete that optimizer and call gc.collect())"
+            )
+        for node in nodes:
+            node.metadata[_MARK] = True
+            node.register_prehook(self._weigh)
+        self._accumulators += nodes
+
+    def _weigh(self, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
+        if self._ticket is None:
+            self._ticket = self._progress.current(self._lookahead)
+        weight = self._ticket.weight
+        if weight == 1.0:
+            return None
+        return tuple(gradient if gradient is None else _weighed(gradient, weight) for gradient in gradients)
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether a backward pass has begun whose step is not finished."""
+        return self._ticket is not None
+
+    def compare_plans(self) -> None:
+        """In the first step of every block, make sure that all ranks hold the same plan.
+
+        Raises
+        ------
+        RuntimeError
+            They do not; on every rank.
+        """
+        ticket = self._progress.oldest
+        if ticket is not None and ticket.step % BLOCK_STEPS == 0:
+            compare_plans(self._world, self._name, ticket.fingerprint, ticket.epoch, ticket.step)
+
+    def finish_step(self) -> None:
+        """Note that the gradients of the step at work have been combined."""
+        self._ticket = None
+        self._progress.finish()
+
+
+def _accumulator(parameter: torch.nn.Parameter) -> Any:
+    """Return the node that adds to ``parameter.grad``, the same one as long as somebody holds it."""
+    view: Any = parameter.expand_as(parameter).grad_fn
+    return view.next_functions[0][0]
+
+
+def _weighed(gradient: torch.Tensor, weight: float) -> torch.Tensor:
+    """Return a new tensor: the old one may be shared. Weight 0 replaces, since 0 · NaN is NaN."""
+    return gradient * weight if weight != 0.0 else torch.zeros_like(gradient)

@@ -1,0 +1,210 @@
+#include "pack.hpp"
+
+#include <algorithm>
+#include <cstddef>
+#include <numeric>
+#include <optional>
+#include <queue>
+#include <tuple>
+
+namespace chronica {
+namespace {
+
+/// A sample that a rank gives to another, and perhaps one that comes back for it (indices into Step::cost).
+struct Exchange {
+  std::int64_t give = 0;
+  std::optional<std::int64_t> back;
+  std::int64_t moved = 0;  // net cost that goes over
+};
+
+/// The exchanges that move just below and just above the cost that would level two ranks.
+struct Nearest {
+  std::optional<Exchange> below;
+  std::optional<Exchange> above;
+
+  void offer(const Exchange& exchange, std::int64_t ideal) {
+    if (exchange.moved <= ideal) {
+      if (!below || exchange.moved > below->moved) {
+        below = exchange;
+      }
+    } else if (!above || exchange.moved < above->moved) {
+      above = exchange;
+    }
+  }
+};
+
+class Packer {
+ public:
+  Packer(const Step& step, const Speeds& speeds, CountRange counts)
+      : step_(step),
+        speeds_(speeds),
+        counts_(counts),
+        shares_(static_cast<std::size_t>(speeds.ranks())),
+        loads_(static_cast<std::size_t>(speeds.ranks()), step.fixed),
+        extras_(step.samples() - counts.least * speeds.ranks()) {}
+
+  /// Longest processing time first (Graham 1969): each sample onto the rank that would finish it first.
+  void deal() {
+    if (speeds_.uniform()) {
+      deal_uniform();
+      return;
+    }
+    for (std::int64_t sample = 0; sample < step_.samples(); ++sample) {
+      std::optional<std::int64_t> first;
+      for (std::int64_t rank = 0; rank < speeds_.ranks(); ++rank) {
+        if (may_take(rank) && (!first || finishes_before(rank, *first, sample))) {
+          first = rank;
+        }
+      }
+      take(*first, sample);
+    }
+  }
+
+  /// Relieve the rank that finishes last until it is within 2^-14 of the bound or nobody can take anything from it.
+  void improve(const Time& bound) {
+    const Time near{bound.load + (bound.load >> 14), bound.speed};
+    std::vector<std::int64_t> takers(shares_.size());
+    std::iota(takers.begin(), takers.end(), std::int64_t{0});
+    const std::int64_t most_rounds = 32 + 4 * speeds_.ranks();
+    for (std::int64_t round = 0; round < most_rounds; ++round) {
+      std::stable_sort(takers.begin(), takers.end(),
+                       [this](std::int64_t a, std::int64_t b) { return time(a) < time(b); });
+      const std::int64_t giver = takers.back();
+      if (!(near < time(giver))) {
+        return;
+      }
+      const bool relieved = std::any_of(takers.begin(), takers.end() - 1,
+                                        [&](std::int64_t taker) { return exchange_between(giver, taker); });
+      if (!relieved) {
+        return;
+      }
+    }
+  }
+
+  Shares&& shares() && { return std::move(shares_); }
+
+ private:
+  [[nodiscard]] std::vector<std::int64_t>& share(std::int64_t rank) { return shares_[static_cast<std::size_t>(rank)]; }
+  [[nodiscard]] std::int64_t& load(std::int64_t rank) { return loads_[static_cast<std::size_t>(rank)]; }
+  [[nodiscard]] std::int64_t cost(std::int64_t sample) const { return step_.cost[static_cast<std::size_t>(sample)]; }
+  [[nodiscard]] std::int64_t count(std::int64_t rank) { return static_cast<std::int64_t>(share(rank).size()); }
+  [[nodiscard]] Time time(std::int64_t rank) { return {load(rank), speeds_[rank]}; }
+
+  /// Once false for a rank it stays false while the step is dealt.
+  [[nodiscard]] bool may_take(std::int64_t rank) {
+    return count(rank) < counts_.least || (count(rank) < counts_.most && extras_ > 0);
+  }
+
+  [[nodiscard]] bool finishes_before(std::int64_t a, std::int64_t b, std::int64_t sample) {
+    const Time time_a{load(a) + cost(sample), speeds_[a]};
+    const Time time_b{load(b) + cost(sample), speeds_[b]};
+    return time_a < time_b || (!(time_b < time_a) && count(a) < count(b));
+  }
+
+  void take(std::int64_t rank, std::int64_t sample) {
+    if (count(rank) >= counts_.least) {
+      --extras_;
+    }
+    share(rank).push_back(sample);
+    load(rank) += cost(sample);
+  }
+
+  void deal_uniform() {
+    using Entry = std::tuple<std::int64_t, std::int64_t, std::int64_t>;  // load, count, rank
+    std::priority_queue<Entry, std::vector<Entry>, std::greater<>> ranks;
+    for (std::int64_t rank = 0; rank < speeds_.ranks(); ++rank) {
+      ranks.emplace(step_.fixed, 0, rank);
+    }
+    for (std::int64_t sample = 0; sample < step_.samples(); ++sample) {
+      while (!may_take(std::get<2>(ranks.top()))) {
+        ranks.pop();
+      }
+      const std::int64_t rank = std::get<2>(ranks.top());
+      ranks.pop();
+      take(rank, sample);
+      ranks.emplace(load(rank), count(rank), rank);
+    }
+  }
+
+  /// Make the exchange from `giver` to `taker` that lets both end earliest, if it ends before the giver would alone.
+  bool exchange_between(std::int64_t giver, std::int64_t taker) {
+    const Nearest nearest = nearest_exchanges(giver, taker);
+    std::optional<Exchange> best;
+    Time earliest = time(giver);
+    for (const auto& exchange : {nearest.below, nearest.above}) {
+      if (!exchange || exchange->moved <= 0) {
+        continue;
+      }
+      const Time end = std::max(Time{load(giver) - exchange->moved, speeds_[giver]},
+                                Time{load(taker) + exchange->moved, speeds_[taker]});
+      if (end < earliest) {
+        best = exchange;
+        earliest = end;
+      }
+    }
+    if (best) {
+      apply(*best, giver, taker);
+    }
+    return best.has_value();
+  }
+
+  [[nodiscard]] Nearest nearest_exchanges(std::int64_t giver, std::int64_t taker) {
+    // The net cost that would let both end together; shares run from the largest sample to the smallest.
+    const Wide surplus = Wide{load(giver)} * speeds_[taker] - Wide{load(taker)} * speeds_[giver];
+    const auto ideal = static_cast<std::int64_t>(surplus / (speeds_[giver] + speeds_[taker]));
+    const bool may_move = count(giver) > counts_.least && count(taker) < counts_.most;
+    const std::vector<std::int64_t>& takers = share(taker);
+
+    Nearest nearest;
+    std::size_t smaller = 0;  // the taker's first sample that would come back for at least the ideal
+    for (const std::int64_t give : share(giver)) {
+      while (smaller < takers.size() && cost(takers[smaller]) > cost(give) - ideal) {
+        ++smaller;
+      }
+      if (smaller < takers.size()) {
+        nearest.offer({give, takers[smaller], cost(give) - cost(takers[smaller])}, ideal);
+      }
+      if (smaller > 0) {
+        nearest.offer({give, takers[smaller - 1], cost(give) - cost(takers[smaller - 1])}, ideal);
+      }
+      if (may_move) {
+        nearest.offer({give, std::nullopt, cost(give)}, ideal);
+      }
+    }
+    return nearest;
+  }
+
+  void apply(const Exchange& exchange, std::int64_t giver, std::int64_t taker) {
+    transfer(exchange.give, giver, taker);
+    if (exchange.back) {
+      transfer(*exchange.back, taker, giver);
+    }
+  }
+
+  void transfer(std::int64_t sample, std::int64_t from, std::int64_t to) {
+    auto& source = share(from);
+    auto& target = share(to);
+    source.erase(std::lower_bound(source.begin(), source.end(), sample));
+    target.insert(std::lower_bound(target.begin(), target.end(), sample), sample);
+    load(from) -= cost(sample);
+    load(to) += cost(sample);
+  }
+
+  const Step& step_;
+  const Speeds& speeds_;
+  CountRange counts_;
+  Shares shares_;  // each ascending, so from the largest sample to the smallest
+  std::vector<std::int64_t> loads_;
+  std::int64_t extras_;  // how many samples go beyond everybody's `least`
+};
+
+}  // namespace
+
+Shares pack(const Step& step, const Speeds& speeds, CountRange counts, const Time& bound) {
+  Packer packer(step, speeds, counts);
+  packer.deal();
+  packer.improve(bound);
+  return std::move(packer).shares();
+}
+
+}  // namespace chronica
