@@ -66,8 +66,8 @@ class Progress:
         if len(self._open) > 1 + lookahead:
             raise RuntimeError(
                 f"{len(self._open)} steps were taken from the loader since the last optimizer.step(), so the weight of "
-                f"this gradient is unknown (lookahead={lookahead} allows {1 + lookahead}). Train on every batch taken; if "
-                " a wrapper reads ahead, say by how much: DistributedOptimizer(..., lookahead=1)"
+                f"this gradient is unknown (lookahead={lookahead} allows {1 + lookahead}). Train on every batch taken; "
+                "if a wrapper reads ahead, say by how much: DistributedOptimizer(..., lookahead=1)"
             )
         return self._open[0]
 
