@@ -1,0 +1,92 @@
+"""The training runs that must be exact: every split and weight, then every loop and option."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import chronica_hvd
+from training import Case
+
+#: Steps of the long run: several blocks of 64.
+LONG_STEPS = 200
+
+
+@functools.cache
+def cases(ranks: int) -> dict[str, Case]:
+    """Return the runs for this number of ranks, by name."""
+    every = [*_splits(ranks), *_loops(ranks), *_options(ranks), *_data_sets(ranks)]
+    by_name = {case.name: case for case in every}
+    assert len(by_name) == len(every)
+    return by_name
+
+
+def base(ranks: int, name: str = "base", **changes: object) -> Case:
+    """Return a run whose last step has one sample, so that with several ranks some hold a filler."""
+    return Case(**{"name": name, "samples": 4 * 4 * ranks + 1, "loss_weight": "sizes", **changes})
+
+
+def _splits(ranks: int) -> list[Case]:
+    """Every model × loss weight × local batch × padding, with a last step of one sample and of some more."""
+    product = itertools.product(
+        ("mlp", "transformer"),
+        ("samples", "sizes", "array"),
+        ("free", "equal"),
+        ("max", "none"),
+        (1, ranks + 1),
+    )
+    return [
+        base(
+            ranks,
+            f"{model}-{loss_weight}-{local_batch}-{padding}-tail{tail}",
+            model=model,
+            samples=4 * 4 * ranks + tail,
+            loss_weight=loss_weight,
+            plan={"local_batch": local_batch, "padding": padding},
+        )
+        for model, loss_weight, local_batch, padding, tail in product
+    ]
+
+
+def _loops(ranks: int) -> list[Case]:
+    workers = {"num_workers": 2, "persistent_workers": True}
+    return [
+        base(ranks, "steps", loop="steps"),
+        base(ranks, "workers", loader={"num_workers": 2}),
+        base(ranks, "steps-workers", loop="steps", loader=workers),
+        base(ranks, "ahead", loop="ahead", optimizer={"lookahead": 1}),
+        base(ranks, "ahead-workers", loop="ahead", optimizer={"lookahead": 1}, loader=workers),
+        base(ranks, "clip", update="clip"),
+        base(ranks, "clip-steps", update="clip", loop="steps", model="transformer"),
+        base(ranks, "scaler", update="scaler"),
+        base(ranks, "scheduler", update="scheduler", broadcast=True),
+        base(ranks, "fillers-without-backward", update="skip_fillers"),
+    ]
+
+
+def _options(ranks: int) -> list[Case]:
+    speeds = (1.0, 0.5, 2.0)[:ranks]
+    return [
+        base(ranks, "sum", optimizer={"op": "Sum"}),
+        base(ranks, "predivide", optimizer={"gradient_predivide_factor": 2.0}),
+        base(ranks, "groups", optimizer={"groups": 2}),
+        base(ranks, "sparse", model="bag"),
+        base(ranks, "sparse-as-dense", model="bag", optimizer={"sparse_as_dense": True}),
+        base(ranks, "speeds", speeds=speeds),
+        base(ranks, "speeds-none", speeds=speeds, model="transformer", plan={"padding": "none"}),
+        base(ranks, "speeds-equal", speeds=speeds, plan={"local_batch": "equal"}),
+        base(ranks, "cost", plan={"cost": chronica_hvd.CostModel(fixed=3.0, per_sample=1.0, per_size2=0.5)}),
+        base(ranks, "by-hand", by_hand=True),
+        base(ranks, "seed", plan={"seed": 5}),
+        base(ranks, "drop-last", plan={"drop_last": True}),
+        base(ranks, "summed-losses", loss_weight="sum"),
+    ]
+
+
+def _data_sets(ranks: int) -> list[Case]:
+    return [
+        base(ranks, "fewer-samples-than-ranks", samples=max(1, ranks - 1), batch_size=8),
+        base(ranks, "as-many-samples-as-ranks", samples=ranks, batch_size=8),
+        base(ranks, "858-samples", samples=858, batch_size=8, loss_weight="samples"),
+        base(ranks, "long", samples=LONG_STEPS * 2 * ranks - 1, batch_size=2),
+    ]

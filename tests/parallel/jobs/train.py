@@ -1,0 +1,167 @@
+"""Train the cases named on the command line, or all; write what each rank saw and got."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import horovod.torch as hvd
+import numpy as np
+import rank
+import torch
+from cases import cases
+from training import CLIP, EPOCHS, Case, Data, build, collate, mean, schedule, sgd
+
+import chronica_hvd
+
+
+class Run:
+    """A case's data, sampler, loader, model and optimizer on this rank, and a record of its steps."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.data = Data(case, hvd.size())
+        self.sampler = chronica_hvd.BatchSampler(
+            self.data.sizes, case.batch_size, **self._replicas(), **self.data.plan_options
+        )
+        self.loader = chronica_hvd.DataLoader(
+            self.data, batch_sampler=self.sampler, collate_fn=collate, **case.loader
+        )
+        self.model = build(case, seed=7 + (hvd.rank() if case.broadcast else 0))
+        self.optimizer = self._optimizer()
+        self.scaler = torch.amp.GradScaler("cpu", enabled=case.update == "scaler")
+        self.batches: list[np.ndarray] = []
+        self.weights: list[list[float]] = []  # of optimizer and sampler, before and after the update
+        self.fingerprints: list[str] = []
+        self.gathered: list[str] = []
+
+    def _replicas(self) -> dict[str, Any]:
+        if self.case.by_hand:
+            return {"num_replicas": hvd.size(), "rank": hvd.rank()}
+        return {} if self.case.speeds is None else {"num_replicas": self.case.speeds}
+
+    def _optimizer(self) -> Any:
+        options = dict(self.case.optimizer)
+        if "op" in options:
+            options["op"] = getattr(hvd, options["op"])
+        named = [(f"{self.case.name}.{name}", parameter) for name, parameter in self.model.named_parameters()]
+        optimizer = chronica_hvd.DistributedOptimizer(
+            sgd(self.case, self.model), named, sampler=self.sampler, **options
+        )
+        if self.case.broadcast:
+            optimizer.param_groups[0]["lr"] /= 1 + hvd.rank()
+            hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
+            hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        return optimizer
+
+    def train(self) -> None:
+        scheduler = schedule(self.optimizer)
+        for epoch in range(EPOCHS):
+            self.sampler.set_epoch(epoch)
+            self.fingerprints.append(self._plan_again(epoch).fingerprint)
+            for step, batch in enumerate(self._taken()):
+                self.batches.append(batch[0].numpy())
+                self._step(batch, is_filler=self.sampler.plan.counts[step, hvd.rank()] == 0)
+            if self.case.update == "scheduler":
+                scheduler.step()
+
+    def _plan_again(self, epoch: int) -> chronica_hvd.Plan:
+        sampler = self.sampler
+        options = {**self.data.plan_options, "cost": sampler.cost}
+        return chronica_hvd.plan(self.data.sizes, sampler.speeds, sampler.batch_size, epoch=epoch, **options)
+
+    def _taken(self) -> Iterable[Any]:
+        if self.case.loop == "plain":
+            return self.loader
+        if self.case.loop == "ahead":
+            return ahead(self.loader)
+        return (batch for step in self.loader.steps() for batch in step)
+
+    def loss(self, batch: Any, is_filler: bool = False) -> torch.Tensor:
+        """Return this rank's mean (or summed) loss, NaN on a filler: it must not count."""
+        indices, inputs, targets = batch
+        losses = self.model.losses(inputs, targets) * (float("nan") if is_filler else 1.0)
+        if self.case.loss_weight == "sum":
+            return losses.sum()
+        return mean(losses, torch.from_numpy(self.data.loss_weights)[indices])
+
+    def _step(self, batch: Any, is_filler: bool) -> None:
+        self.optimizer.zero_grad()
+        if not (is_filler and self.case.update == "skip_fillers"):
+            self.scaler.scale(self.loss(batch, is_filler)).backward()
+        before = [self.optimizer.weight, self.sampler.weight]
+        update(self)
+        self.weights.append([*before, self.optimizer.weight, self.sampler.weight])
+
+    def save(self, folder: Path) -> None:
+        np.savez(
+            folder / f"{self.case.name}.{hvd.rank()}.npz",
+            indices=np.concatenate(self.batches),
+            lengths=[len(batch) for batch in self.batches],
+            weights=self.weights,
+            fingerprints=self.fingerprints,
+            gathered=np.array(self.gathered, dtype=str),
+            **{f"parameter.{name}": value.detach().numpy() for name, value in self.model.named_parameters()},
+        )
+
+
+def update(run: Run) -> None:
+    """Update the parameters as the case says."""
+    if run.case.update == "scaler":
+        run.optimizer.synchronize()
+        run.scaler.unscale_(run.optimizer)
+        with run.optimizer.skip_synchronize():
+            run.scaler.step(run.optimizer)
+        run.scaler.update()
+    elif run.case.update == "clip":
+        run.optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(run.model.parameters(), CLIP)
+        with run.optimizer.skip_synchronize():
+            run.optimizer.step()
+    else:
+        run.optimizer.step()
+
+
+def ahead(batches: Iterable[Any]) -> Iterator[Any]:
+    """Read one batch ahead, as wrappers do that copy to a device."""
+    iterator = iter(batches)
+    batch = next(iterator)
+    for following in iterator:
+        yield batch
+        batch = following
+    yield batch
+
+
+@contextlib.contextmanager
+def recorded_gathers(names: list[str]) -> Iterator[None]:
+    """Add the name of every allgather to the list."""
+    allgather = hvd.allgather
+
+    def recording(tensor: torch.Tensor, name: str, **options: Any) -> torch.Tensor:
+        names.append(name)
+        return allgather(tensor, name=name, **options)
+
+    with mock.patch.object(hvd, "allgather", recording):
+        yield
+
+
+def main() -> None:
+    folder = rank.begin()
+    every = cases(hvd.size())
+    for name in sys.argv[2:] or every:
+        try:
+            run = Run(every[name])
+            with recorded_gathers(run.gathered):
+                run.train()
+            run.save(folder)
+        except Exception:  # ranks fail alike, so the other cases can be shown
+            (folder / f"{name}.{hvd.rank()}.error").write_text(traceback.format_exc())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Ranks that train on planned batches get what one process gets from the same global batches."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import LONG_STEPS, cases
+from launch import Launch, alone, horovodrun, succeeded
+from training import EPOCHS, Data, reference, relative_errors
+
+import chronica_hvd
+
+pytestmark = pytest.mark.parallel
+
+ALONE = ["mlp-sizes-free-max-tail1", "mlp-array-free-max-tail1", "clip", "speeds", "scheduler", "steps-workers"]
+EVERY = [(ranks, name) for ranks in (2, 3) for name in cases(ranks)] + [(1, name) for name in ALONE]
+every_case = pytest.mark.parametrize(("ranks", "name"), EVERY)
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Train all cases of a number of ranks in one launch, once."""
+
+    @functools.cache
+    def launch(ranks: int) -> Launch:
+        folder = tmp_path_factory.mktemp(f"{ranks}-ranks")
+        return succeeded(horovodrun(ranks, "train", folder, *(ALONE if ranks == 1 else ())))
+
+    return launch
+
+
+def parameters(result: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {key.removeprefix("parameter."): value for key, value in result.items() if key.startswith("parameter.")}
+
+
+@every_case
+def test_parameters_equal_a_single_process(ranks: int, name: str, launched: Any, record_property: Any) -> None:
+    case = cases(ranks)[name]
+    expected = reference(case, ranks)
+    for rank in range(ranks):
+        errors = relative_errors(parameters(launched(ranks).arrays(name, rank)), expected)
+        record_property(f"largest_error_rank_{rank}", max(errors.values()))
+        assert all(error <= case.limit for error in errors.values()), errors
+
+
+@every_case
+def test_batches_and_weights_are_the_plans(ranks: int, name: str, launched: Any) -> None:
+    data = Data(cases(ranks)[name], ranks)
+    plans = [data.plan(epoch) for epoch in range(EPOCHS)]
+    for rank in range(ranks):
+        result = launched(ranks).arrays(name, rank)
+        batches = [plan.batches(step, rank)[0] for plan in plans for step in range(plan.steps)]
+        assert result["lengths"].tolist() == [len(batch) for batch in batches]
+        assert result["indices"].tolist() == np.concatenate(batches).tolist()
+        weights = np.concatenate([plan.weights[:, rank] for plan in plans])
+        # After the update of a loop that reads ahead, the next step is the one at work.
+        seen = result["weights"][:, :2] if data.case.loop == "ahead" else result["weights"]
+        assert (seen == weights[:, None]).all()
+        assert result["fingerprints"].tolist() == [plan.fingerprint for plan in plans]
+
+
+@every_case
+def test_each_step_holds_what_the_distributed_sampler_draws(ranks: int, name: str, launched: Any) -> None:
+    data = Data(cases(ranks)[name], ranks)
+    counts = np.concatenate([data.plan(epoch).counts for epoch in range(EPOCHS)])
+    seen: list[list[int]] = [[] for _ in counts]
+    for rank in range(ranks):
+        result = launched(ranks).arrays(name, rank)
+        batches = np.split(result["indices"], np.cumsum(result["lengths"])[:-1])
+        for step, batch in enumerate(batches):
+            seen[step] += batch[: counts[step, rank]].tolist()
+    drawn = [step for epoch in range(EPOCHS) for step in data.drawn(epoch)]
+    assert [sorted(step) for step in seen] == [sorted(step.tolist()) for step in drawn]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_cases_hold_what_they_are_meant_to(ranks: int) -> None:
+    """Fillers, a step without any weight, ranks without weight, uneven weights: else the tests above prove less."""
+    plans = {name: Data(case, ranks).plan(epoch=0) for name, case in cases(ranks).items()}
+    fillers = {name for name, plan in plans.items() if (plan.counts == 0).any()}
+    assert {name for name in plans if name.endswith("tail1")} <= fillers
+    assert {"clip", "scaler", "sparse", "sum", "groups", "fillers-without-backward"} <= fillers
+    assert ranks == 2 or "fewer-samples-than-ranks" in fillers
+    assert all(np.ptp(plan.weights[0]) > 0.1 for name, plan in plans.items() if "sizes-free-max" in name)
+    without_weight = plans["mlp-array-free-max-tail1"]
+    assert (without_weight.weights[1] == 0).all()
+    assert (without_weight.counts[1] > 0).all()
+    assert plans["long"].steps == LONG_STEPS
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_plans_are_compared_once_per_block_and_by_name(ranks: int, launched: Any) -> None:
+    for rank in range(ranks):
+        names = launched(ranks).arrays("long", rank)["gathered"].tolist()
+        assert len(names) == EPOCHS * -(-LONG_STEPS // 64)
+        assert len(set(names)) == 1
+        assert names[0].startswith("chronica.")
+
+
+def test_plain_python_is_exact_as_one_rank(tmp_path: Any) -> None:
+    result = succeeded(alone("train", tmp_path, *ALONE))
+    for name in ALONE:
+        case = cases(1)[name]
+        errors = relative_errors(parameters(result.arrays(name, 0)), reference(case, 1))
+        assert all(error <= case.limit for error in errors.values()), (name, errors)
+
+
+@pytest.mark.parametrize("samples", [858, 3, 4, 5])
+@pytest.mark.parametrize("local_batch", ["free", "equal"])
+def test_four_declared_ranks_lose_and_double_nothing(samples: int, local_batch: str) -> None:
+    sizes = np.random.default_rng(samples).integers(1, 100, samples)
+    taken: list[list[int]] = []
+    for rank in range(4):
+        sampler = chronica_hvd.BatchSampler(sizes, 8, num_replicas=4, rank=rank, local_batch=local_batch)
+        loader = chronica_hvd.DataLoader(range(samples), batch_sampler=sampler, collate_fn=list)
+        batches = list(loader)
+        assert len(batches) == len(loader) == -(-samples // 32)
+        counts = sampler.plan.counts[:, rank]
+        assert [len(batch) for batch in batches] == np.maximum(counts, 1).tolist()
+        taken += [batch[:count] for batch, count in zip(batches, counts.tolist(), strict=True)]
+    assert sorted(index for batch in taken for index in batch) == list(range(samples))
