@@ -80,16 +80,14 @@ def calibrate(loss: Callable[[Tensor, Tensor], Tensor], sizes: list[int], batch_
     shapes = sorted({(len(batch), max(sizes[sample] for sample in batch)) for batch in batches}, key=math.prod)
     chosen = [shapes[int(place)] for place in np.linspace(0, len(shapes) - 1, CALIBRATION_SHAPES).round()]
     timer = chronica.StepTimer()
-    for repeat in range(1 + CALIBRATION_REPEATS):
-        for samples, longest in chosen:
-            text = torch.randint(256, (samples, longest))
-            timer.start(samples=samples, size=samples * longest, size2=samples * longest**2)
-            loss(text, torch.full((samples,), longest)).backward()
-            timer.stop()
-        if repeat == 0:
-            timer.drain()  # the first round warms up
+    # Before any timing the largest batch of plain training, so that the memory for all others has been had once.
+    for samples, longest in [(batch_size, max(sizes)), *chosen * CALIBRATION_REPEATS]:
+        text = torch.randint(256, (samples, longest))
+        timer.start(samples=samples, size=samples * longest, size2=samples * longest**2)
+        loss(text, torch.full((samples,), longest)).backward()
+        timer.stop()
     # (repeats · shapes, ranks) → (repeats, shapes, ranks); the median of a shape forgets what disturbed one of them.
-    records = gather(timer.drain(), "calibration").reshape(CALIBRATION_REPEATS, CALIBRATION_SHAPES, -1)
+    records = gather(timer.drain()[1:], "calibration").reshape(CALIBRATION_REPEATS, CALIBRATION_SHAPES, -1)
     typical = records[0, :, 0].copy()
     typical["elapsed_ns"] = np.median(records["elapsed_ns"], axis=(0, 2))
     return chronica.CostModel.fit(typical)

@@ -47,6 +47,12 @@ class Launch:
         with np.load(self.folder / f"{name}.{rank}.npz") as file:
             return dict(file)
 
+    def parameters(self, name: str, rank: int) -> dict[str, np.ndarray]:
+        """Return a rank's final parameters by name."""
+        arrays = self.arrays(name, rank)
+        prefix = "parameter."
+        return {key.removeprefix(prefix): value for key, value in arrays.items() if key.startswith(prefix)}
+
 
 def horovodrun(ranks: int, job: str, folder: Path, *arguments: str, timeout_s: float = TIMEOUT_S) -> Launch:
     """Run ``jobs/<job>.py folder arguments…`` on so many ranks of this machine."""

@@ -32,16 +32,12 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return launch
 
 
-def parameters(result: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {key.removeprefix("parameter."): value for key, value in result.items() if key.startswith("parameter.")}
-
-
 @every_case
 def test_parameters_equal_a_single_process(ranks: int, name: str, launched: Any, record_property: Any) -> None:
     case = cases(ranks)[name]
     expected = reference(case, ranks)
     for rank in range(ranks):
-        errors = relative_errors(parameters(launched(ranks).arrays(name, rank)), expected)
+        errors = relative_errors(launched(ranks).parameters(name, rank), expected)
         record_property(f"largest_error_rank_{rank}", max(errors.values()))
         assert all(error <= case.limit for error in errors.values()), errors
 
@@ -104,7 +100,7 @@ def test_plain_python_is_exact_as_one_rank(tmp_path: Any) -> None:
     result = succeeded(alone("train", tmp_path, *ALONE))
     for name in ALONE:
         case = cases(1)[name]
-        errors = relative_errors(parameters(result.arrays(name, 0)), reference(case, 1))
+        errors = relative_errors(result.parameters(name, 0), reference(case, 1))
         assert all(error <= case.limit for error in errors.values()), (name, errors)
 
 

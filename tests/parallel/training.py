@@ -170,7 +170,7 @@ def build(case: Case, seed: int = 7) -> Any:
 
 
 def sgd(case: Case, model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 
 
 def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:

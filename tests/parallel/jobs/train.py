@@ -23,17 +23,15 @@ import chronica_hvd
 class Run:
     """A case's data, sampler, loader, model and optimizer on this rank, and a record of its steps."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, *, with_optimizer: bool = True) -> None:
         self.case = case
         self.data = Data(case, hvd.size())
         self.sampler = chronica_hvd.BatchSampler(
             self.data.sizes, case.batch_size, **self._replicas(), **self.data.plan_options
         )
-        self.loader = chronica_hvd.DataLoader(
-            self.data, batch_sampler=self.sampler, collate_fn=collate, **case.loader
-        )
+        self.loader = chronica_hvd.DataLoader(self.data, batch_sampler=self.sampler, collate_fn=collate, **case.loader)
         self.model = build(case, seed=7 + (hvd.rank() if case.broadcast else 0))
-        self.optimizer = self._optimizer()
+        self.optimizer = self.wrap() if with_optimizer else None
         self.scaler = torch.amp.GradScaler("cpu", enabled=case.update == "scaler")
         self.batches: list[np.ndarray] = []
         self.weights: list[list[float]] = []  # of optimizer and sampler, before and after the update
@@ -45,7 +43,8 @@ class Run:
             return {"num_replicas": hvd.size(), "rank": hvd.rank()}
         return {} if self.case.speeds is None else {"num_replicas": self.case.speeds}
 
-    def _optimizer(self) -> Any:
+    def wrap(self) -> Any:
+        """Return the optimizer of this run's model and sampler."""
         options = dict(self.case.optimizer)
         if "op" in options:
             options["op"] = getattr(hvd, options["op"])

@@ -1,0 +1,132 @@
+"""Averages of what ranks log, ``torch.autograd.grad`` on a watched model, and the optimizer without a sampler."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import horovod.torch as hvd
+import rank
+import torch
+from cases import base
+from train import Run
+from training import Case, build, mean, sgd
+
+import chronica_hvd
+
+#: Kind of value → how it is made from a number.
+VALUES: dict[str, Callable[[float], Any]] = {
+    "float": float,
+    "int": int,
+    "bool": lambda number: number > 5.0,
+    "float64": lambda number: torch.full((2, 3), number, dtype=torch.float64),
+    "float32": lambda number: torch.tensor(number, requires_grad=True),
+    "float16": lambda number: torch.full((4,), number, dtype=torch.float16),
+    "bfloat16": lambda number: torch.tensor(number, dtype=torch.bfloat16),
+    "int64": lambda number: torch.tensor([int(number)]),
+    "int32": lambda number: torch.tensor(int(number), dtype=torch.int32),
+    "not_contiguous": lambda number: torch.tensor([[number, 1.0], [number, 1.0]]).t(),
+}
+WHOLE = {"int", "int64", "int32", "bool"}  # which cannot be NaN on a filler
+
+
+def averages(run: Run) -> list[dict[str, Any]]:
+    """Average a value of every kind in each step of an epoch, before and after the update."""
+    averaged = []
+    for step, batch in enumerate(run.loader):
+        number, is_filler = logged(run, step)
+        before = {kind: average(kind, number, is_filler, run.sampler) for kind in VALUES}
+        run.optimizer.zero_grad()
+        run.loss(batch, is_filler).backward()
+        run.optimizer.step()
+        after = {kind: average(kind, number, is_filler, run.sampler) for kind in VALUES}
+        averaged.append({"before": before, "after": after})
+    return averaged
+
+
+def averages_without_optimizer(case: Case) -> list[dict[str, Any]]:
+    """Average in an evaluation loop."""
+    run = Run(case, with_optimizer=False)
+    return [
+        {"before": {"float": average("float", *logged(run, step), run.sampler)}} for step, _ in enumerate(run.loader)
+    ]
+
+
+def logged(run: Run, step: int) -> tuple[float, bool]:
+    """Return the number that this rank logs in a step, and whether it holds a filler."""
+    return 1.0 + 4 * hvd.rank() + step, bool(run.sampler.plan.counts[step, hvd.rank()] == 0)
+
+
+def average(kind: str, number: float, is_filler: bool, sampler: chronica_hvd.BatchSampler) -> dict[str, Any]:
+    """Average a value of this kind; a filler's is NaN or far off, since it must not count."""
+    if is_filler:
+        number = 1e6 if kind in WHOLE else float("nan")
+    value = VALUES[kind](number)
+    mean_value = chronica_hvd.average(value, sampler)
+    if not isinstance(value, torch.Tensor):
+        return {"values": [mean_value], "type": type(mean_value).__name__}
+    assert not mean_value.requires_grad
+    assert mean_value.shape == value.shape
+    return {"values": mean_value.double().flatten().tolist(), "type": str(mean_value.dtype)}
+
+
+def autograd_grad(run: Run) -> dict[str, Any]:
+    """Return how far ``torch.autograd.grad`` is from that of a model without an optimizer."""
+    batch = next(iter(run.loader))
+    alone = copy.deepcopy(run.model)
+    indices, inputs, targets = batch
+    mean(alone.losses(inputs, targets), torch.from_numpy(run.data.loss_weights)[indices]).backward()
+    loss = run.loss(batch)
+    gradients = torch.autograd.grad(loss, list(run.model.parameters()), retain_graph=True)
+    untouched = all(parameter.grad is None for parameter in run.model.parameters())
+    loss.backward()  # the weighed one still works
+    run.optimizer.step()
+    equal = all(torch.equal(one, other.grad) for one, other in zip(gradients, alone.parameters(), strict=True))
+    return {"equal": equal, "untouched": untouched, "weight": run.optimizer.weight}
+
+
+def without_sampler(options: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return whether training without a sampler equals Horovod's, bit for bit, with uneven batches."""
+    trained = []
+    weights = set()
+    passes = options.get("backward_passes_per_step", 1)
+    for distribute in (hvd.DistributedOptimizer, chronica_hvd.DistributedOptimizer):
+        model = build(base(1, name))
+        named = [(f"{name}.{distribute.__module__}.{key}", value) for key, value in model.named_parameters()]
+        optimizer = distribute(sgd(base(1, name), model), named, **options)
+        generator = torch.Generator().manual_seed(hvd.rank())
+        for _ in range(4):
+            optimizer.zero_grad()
+            for _ in range(passes):
+                inputs = torch.randn(3 + hvd.rank(), 6, generator=generator, dtype=torch.float64)
+                model.losses(inputs, inputs[:, :2]).mean().backward()
+            optimizer.step()
+            weights.add(getattr(optimizer, "weight", 1.0))
+        trained.append([parameter.detach() for parameter in model.parameters()])
+    return {"equal": all(map(torch.equal, *trained)), "weights": sorted(weights)}
+
+
+WITHOUT_SAMPLER: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "sum": {"op": hvd.Sum},
+    "passes": {"backward_passes_per_step": 2},
+    "fp16": {"compression": hvd.Compression.fp16},
+    "groups": {"groups": 2},
+}
+
+
+def main() -> None:
+    folder = rank.begin()
+    ranks = hvd.size()
+    result = {
+        "training": averages(Run(base(ranks, "training"))),
+        "evaluation": averages_without_optimizer(base(ranks, "evaluation")),
+        "autograd_grad": autograd_grad(Run(base(ranks, "autograd_grad"))),
+        "without_sampler": {name: without_sampler(options, name) for name, options in WITHOUT_SAMPLER.items()},
+    }
+    rank.write(folder, result)
+
+
+if __name__ == "__main__":
+    main()

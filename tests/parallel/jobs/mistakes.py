@@ -1,0 +1,246 @@
+"""Make every mistake, write the error, then go on training as one should."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import rank
+import torch
+from cases import base
+from train import Run
+from training import build, collate, sgd
+
+import chronica_hvd
+
+Error = list[str] | None
+
+
+def attempt(action: Callable[[], object]) -> Error:
+    """Return [type, message] of the error, or None if there was none."""
+    try:
+        action()
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+    return None
+
+
+# Before hvd.init(). ---------------------------------------------------------------------------------------------------
+
+
+def sampler_before_init() -> None:
+    chronica_hvd.BatchSampler([1, 2, 3, 4], 1)
+
+
+def optimizer_before_init() -> None:
+    case = base(2, "early")
+    chronica_hvd.DistributedOptimizer(sgd(case, build(case)))
+
+
+# With a run that is ready: errors that come before any collective, so that the run can go on. -------------------------
+
+
+def batch_read_ahead(run: Run) -> None:
+    batches = iter(run.loader)
+    batch = next(batches)
+    next(batches)
+    run.loss(batch).backward()
+
+
+def two_batches_read_ahead(run: Run) -> None:
+    batches = iter(run.loader)
+    batch = next(batches)
+    next(batches)
+    next(batches)
+    run.loss(batch).backward()
+
+
+def torchs_loader(run: Run) -> None:
+    loader = torch.utils.data.DataLoader(run.data, batch_sampler=run.sampler, collate_fn=collate)
+    run.loss(next(iter(loader))).backward()
+
+
+def loader_of_another_sampler(run: Run) -> None:
+    sampler = chronica_hvd.BatchSampler(run.data.sizes, run.case.batch_size, **run.data.plan_options)
+    loader = chronica_hvd.DataLoader(run.data, batch_sampler=sampler, collate_fn=collate)
+    run.loss(next(iter(loader))).backward()
+
+
+def two_iterations_at_once(run: Run) -> None:
+    first, second = iter(run.loader), iter(run.loader)
+    next(first)
+    next(second)
+    next(first)
+
+
+def wrapped_twice(run: Run) -> None:
+    chronica_hvd.DistributedOptimizer(run.optimizer, run.model.named_parameters(), sampler=run.sampler)
+
+
+def wrapped_by_horovod(run: Run) -> None:
+    model = build(run.case)
+    wrapped = hvd.DistributedOptimizer(sgd(run.case, model), model.named_parameters())
+    chronica_hvd.DistributedOptimizer(wrapped, model.named_parameters(), sampler=run.sampler)
+
+
+def same_parameters_twice(run: Run) -> None:
+    wrap(run)
+
+
+def same_name_twice(run: Run) -> None:
+    release(run)
+    named = [("same", parameter) for parameter in run.model.parameters()]
+    chronica_hvd.DistributedOptimizer(sgd(run.case, run.model), named, sampler=run.sampler)
+
+
+def wrapped_anew(run: Run) -> None:
+    """No mistake: the earlier optimizer is gone."""
+    release(run)
+    run.optimizer = run.wrap()
+
+
+def adasum(run: Run) -> None:
+    wrap(run, op=hvd.Adasum)
+
+
+def several_passes(run: Run) -> None:
+    wrap(run, backward_passes_per_step=2)
+
+
+def unknown_option(run: Run) -> None:
+    wrap(run, sampling=True)
+
+
+def negative_lookahead(run: Run) -> None:
+    wrap(run, lookahead=-1)
+
+
+def torchs_sampler(run: Run) -> None:
+    sampler = torch.utils.data.distributed.DistributedSampler(run.data, hvd.size(), hvd.rank())
+    wrap(run, sampler=sampler)
+
+
+def sampler_for_more_ranks(run: Run) -> None:
+    chronica_hvd.BatchSampler(run.data.sizes, 4, num_replicas=hvd.size() + 1)
+
+
+def declared_size_for_more_ranks(run: Run) -> None:
+    sampler = chronica_hvd.BatchSampler(run.data.sizes, 4, num_replicas=hvd.size() + 1, rank=hvd.rank())
+    wrap(run, sampler=sampler)
+
+
+def declared_rank_of_another(run: Run) -> None:
+    another = (hvd.rank() + 1) % hvd.size()
+    wrap(run, sampler=chronica_hvd.BatchSampler(run.data.sizes, 4, num_replicas=hvd.size(), rank=another))
+
+
+def average_before_any_batch(run: Run) -> None:
+    chronica_hvd.average(1.0, run.sampler)
+
+
+def average_of_steps_not_trained_on(run: Run) -> None:
+    batches = iter(run.loader)
+    next(batches)
+    chronica_hvd.average(1.0, run.sampler)
+    next(batches)
+    chronica_hvd.average(1.0, run.sampler)
+
+
+def average_of_a_text(run: Run) -> None:
+    next(iter(run.loader))
+    chronica_hvd.average("1.0", run.sampler)
+
+
+def release(run: Run) -> None:
+    """Let go of the optimizer, so that its parameters are free."""
+    run.optimizer = None
+    gc.collect()
+
+
+def wrap(run: Run, **options: Any) -> None:
+    """Wrap the run's parameters once more."""
+    options = {"sampler": run.sampler, **options}
+    chronica_hvd.DistributedOptimizer(sgd(run.case, run.model), run.model.named_parameters(), **options)
+
+
+MISTAKES = [
+    batch_read_ahead,
+    two_batches_read_ahead,
+    torchs_loader,
+    loader_of_another_sampler,
+    two_iterations_at_once,
+    wrapped_twice,
+    wrapped_by_horovod,
+    same_parameters_twice,
+    same_name_twice,
+    wrapped_anew,
+    adasum,
+    several_passes,
+    unknown_option,
+    negative_lookahead,
+    torchs_sampler,
+    sampler_for_more_ranks,
+    declared_size_for_more_ranks,
+    declared_rank_of_another,
+    average_before_any_batch,
+    average_of_steps_not_trained_on,
+    average_of_a_text,
+]
+
+#: What a mistake needs to be one: options of its case.
+NEEDS = {"two_batches_read_ahead": {"optimizer": {"lookahead": 1}}}
+
+
+def go_on(run: Run, folder: Path) -> None:
+    """Train as one should, after the mistake."""
+    if run.optimizer is None:
+        run.optimizer = run.wrap()
+    run.train()
+    run.save(folder)
+
+
+# Ranks that differ: found by all of them in their first step. ---------------------------------------------------------
+
+
+def different(run: Run, update: Callable[[Run], None]) -> tuple[Error, bool]:
+    """Return the error of the first step, and whether the parameters were left alone."""
+    before = [parameter.detach().clone() for parameter in run.model.parameters()]
+    run.loss(next(iter(run.loader))).backward()
+    error = attempt(lambda: update(run))
+    return error, all(map(torch.equal, before, run.model.parameters()))
+
+
+def differences() -> dict[str, tuple[Error, bool]]:
+    second = min(hvd.rank(), 1)  # ranks 1 and 2 agree
+    seeds = Run(base(hvd.size(), "seeds", plan={"seed": second}))
+    clipped = Run(base(hvd.size(), "clipped", plan={"local_batch": ("free", "equal")[second]}))
+    epochs = Run(base(hvd.size(), "epochs"))
+    epochs.sampler.set_epoch(second)
+    return {
+        "seeds": different(seeds, lambda run: run.optimizer.step()),
+        "clipped": different(clipped, lambda run: run.optimizer.synchronize()),
+        "epochs": different(epochs, lambda run: run.optimizer.step()),
+    }
+
+
+def main() -> None:
+    folder = rank.begin(init=False)
+    errors = {action.__name__: attempt(action) for action in (sampler_before_init, optimizer_before_init)}
+    hvd.init()
+    afterwards = {}
+    for mistake in MISTAKES:
+        name = mistake.__name__
+        run = Run(base(hvd.size(), name, **NEEDS.get(name, {})))
+        errors[name] = attempt(functools.partial(mistake, run))
+        afterwards[name] = attempt(functools.partial(go_on, run, folder))
+    batch = collate([run.data[0]])
+    errors["backward_after_the_last_step"] = attempt(lambda: run.loss(batch).backward())
+    rank.write(folder, {"errors": errors, "afterwards": afterwards, "differences": differences()})
+
+
+if __name__ == "__main__":
+    main()

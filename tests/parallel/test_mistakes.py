@@ -1,0 +1,99 @@
+"""Mistakes are errors on every rank alike, never wrong weights or hangs, and training can go on afterwards."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import pytest
+from cases import base
+from launch import Launch, horovodrun, succeeded
+from training import reference, relative_errors
+
+pytestmark = pytest.mark.parallel
+
+#: Mistake → type and pattern of the error; None: no mistake.
+EXPECTED: dict[str, tuple[str, str] | None] = {
+    "sampler_before_init": ("RuntimeError", r"hvd\.init\(\)"),
+    "optimizer_before_init": ("RuntimeError", r"hvd\.init\(\)"),
+    "batch_read_ahead": ("RuntimeError", r"2 steps were taken .* lookahead=1"),
+    "two_batches_read_ahead": ("RuntimeError", r"3 steps were taken"),
+    "torchs_loader": ("RuntimeError", r"no step has been taken .* chronica_hvd\.DataLoader"),
+    "loader_of_another_sampler": ("RuntimeError", r"no step has been taken .* the sampler that was given"),
+    "two_iterations_at_once": ("RuntimeError", r"a newer iteration"),
+    "backward_after_the_last_step": ("RuntimeError", r"no step has been taken"),
+    "wrapped_twice": ("TypeError", r"already wrapped"),
+    "wrapped_by_horovod": ("TypeError", r"already wrapped by Horovod"),
+    "same_parameters_twice": ("ValueError", r"another chronica_hvd\.DistributedOptimizer"),
+    "same_name_twice": ("ValueError", r"(?i)duplicate.* same"),
+    "wrapped_anew": None,
+    "adasum": ("ValueError", r"Adasum.* Average or Sum"),
+    "several_passes": ("NotImplementedError", r"backward_passes_per_step"),
+    "unknown_option": ("TypeError", r"'sampling'.* compression"),
+    "negative_lookahead": ("ValueError", r"lookahead.* -1"),
+    "torchs_sampler": ("TypeError", r"chronica_hvd\.BatchSampler"),
+    "sampler_for_more_ranks": ("ValueError", r"num_replicas says (\d), but Horovod says \d"),
+    "declared_size_for_more_ranks": ("ValueError", r"rank \d of (\d), but Horovod runs this as rank \d of \d"),
+    "declared_rank_of_another": ("ValueError", r"rank \d of \d, but Horovod runs this as rank \d of \d"),
+    "average_before_any_batch": ("RuntimeError", r"no step has been taken"),
+    "average_of_steps_not_trained_on": ("RuntimeError", r"2 steps were taken"),
+    "average_of_a_text": ("TypeError", r"number or tensor.* str"),
+}
+WITHOUT_RUN = {"sampler_before_init", "optimizer_before_init", "backward_after_the_last_step"}
+each_size = pytest.mark.parametrize("ranks", [2, 3])
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Make all mistakes with a number of ranks in one launch, once."""
+
+    @functools.cache
+    def launch(ranks: int) -> Launch:
+        return succeeded(horovodrun(ranks, "mistakes", tmp_path_factory.mktemp(f"{ranks}-ranks")))
+
+    return launch
+
+
+@each_size
+@pytest.mark.parametrize("mistake", EXPECTED)
+def test_a_mistake_is_an_error_on_every_rank(ranks: int, mistake: str, launched: Any) -> None:
+    expected = EXPECTED[mistake]
+    for rank in range(ranks):
+        error = launched(ranks).json(rank)["errors"][mistake]
+        if expected is None:
+            assert error is None
+        else:
+            assert error is not None
+            assert error[0] == expected[0]
+            assert re.search(expected[1], error[1], re.DOTALL), error[1]
+
+
+@each_size
+@pytest.mark.parametrize("mistake", sorted(EXPECTED.keys() - WITHOUT_RUN))
+def test_training_goes_on_exactly_after_a_mistake(ranks: int, mistake: str, launched: Any) -> None:
+    expected = reference(base(ranks, mistake), ranks)
+    for rank in range(ranks):
+        assert launched(ranks).json(rank)["afterwards"][mistake] is None
+        errors = relative_errors(launched(ranks).parameters(mistake, rank), expected)
+        assert max(errors.values()) <= 1e-12, errors
+
+
+@each_size
+@pytest.mark.parametrize("difference", ["seeds", "clipped", "epochs"])
+def test_ranks_with_different_plans_are_named_in_the_first_step(ranks: int, difference: str, launched: Any) -> None:
+    others = "ranks 1" if ranks == 2 else "ranks 1, 2"
+    messages = set()
+    for rank in range(ranks):
+        (kind, message), parameters_left_alone = launched(ranks).json(rank)["differences"][difference]
+        assert kind == "RuntimeError"
+        assert parameters_left_alone
+        assert "ranks 0: plan" in message
+        assert f"{others}: plan" in message
+        messages.add(message)
+    assert len(messages) == 1
+
+
+@each_size
+def test_every_mistake_made_is_expected(ranks: int, launched: Any) -> None:
+    assert launched(ranks).json(0)["errors"].keys() == EXPECTED.keys()
