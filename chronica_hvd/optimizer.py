@@ -11,7 +11,7 @@ import torch
 
 from chronica_hvd import checks
 from chronica_hvd.sampler import BatchSampler
-from chronica_hvd.weigh import Weigher
+from chronica_hvd.weigh import Weigher, refuse_weighed
 from chronica_hvd.world import horovod
 
 #: Optimizers are made in the same order on every rank, so their number names their collectives.
@@ -86,9 +86,11 @@ def DistributedOptimizer(  # noqa: N802 (it takes the place of hvd.DistributedOp
     options["process_set"] = _shared_process_set(sampler, options.get("process_set"), hvd)
     if passes > 1:
         raise NotImplementedError("backward_passes_per_step above 1 with a sampler is not built yet")
-    weigher = Weigher(sampler.progress, sampler.world, lookahead, name=str(next(_numbers)))
-    weigher.watch(parameter for group in optimizer.param_groups for parameter in group["params"])
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    refuse_weighed(parameters)
     wrapped = hvd.DistributedOptimizer(optimizer, named_parameters, **options)
+    weigher = Weigher(sampler.progress, sampler.world, lookahead, name=str(next(_numbers)))
+    weigher.watch(parameters)
     return _with_weigher(_with_weight(wrapped, sampler), weigher)
 
 

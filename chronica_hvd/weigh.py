@@ -43,23 +43,13 @@ class Weigher:
         self._accumulators: list[Any] = []  # hooks live as long as these nodes are held
 
     def watch(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Weigh the gradients of these parameters from now on.
-
-        Raises
-        ------
-        ValueError
-            One is weighed by another optimizer already: its gradient would be weighed twice.
-        """
-        nodes = [_accumulator(parameter) for parameter in parameters if parameter.requires_grad]
-        if any(_MARK in node.metadata for node in nodes):
-            raise ValueError(
-                "a parameter already belongs to another chronica_hvd.DistributedOptimizer, so its gradient would be "
-                "weighed twice; wrap each parameter once (to wrap anew, delete that optimizer and call gc.collect())"
-            )
-        for node in nodes:
-            node.metadata[_MARK] = True
-            node.register_prehook(self._weigh)
-        self._accumulators += nodes
+        """Weigh the gradients of these parameters from now on."""
+        for parameter in parameters:
+            if parameter.requires_grad:
+                node = _accumulator(parameter)
+                node.metadata[_MARK] = True
+                node.register_prehook(self._weigh)
+                self._accumulators.append(node)
 
     def _weigh(self, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
         if self._ticket is None:
@@ -90,6 +80,15 @@ class Weigher:
         """Note that the gradients of the step at work have been combined."""
         self._ticket = None
         self._progress.finish()
+
+
+def refuse_weighed(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Raise a ValueError if a parameter is weighed already: its gradient would be weighed twice."""
+    if any(_MARK in _accumulator(parameter).metadata for parameter in parameters if parameter.requires_grad):
+        raise ValueError(
+            "a parameter already belongs to another chronica_hvd.DistributedOptimizer, so its gradient would be "
+            "weighed twice; wrap each parameter once (to wrap anew, delete that optimizer and call gc.collect())"
+        )
 
 
 def _accumulator(parameter: torch.nn.Parameter) -> Any:
