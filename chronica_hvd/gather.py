@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any, Protocol
 
 import torch
@@ -50,7 +51,8 @@ def compare_plans(world: World, name: str, fingerprint: str, epoch: int, step: i
 def average(value: Any, sampler: _Weighted) -> Any:
     """Return the mean over the global batch of what each rank logs as the mean over its own batch.
 
-    A collective: every rank calls it, once per step it wants logged, after taking the batch and before taking the next.
+    A collective: every rank calls it, once per step it wants logged, after taking the batch and before taking the next
+    (where a wrapper reads ahead: between ``backward()`` and ``step()``). Without an optimizer it serves evaluation.
     The ranks' values count by the weights of the step (``sampler.weight``), as their gradients do; the value of a rank
     of weight 0 is ignored, be it NaN. With ``loss_weight="sum"`` it is the plain mean over the ranks.
 
@@ -70,11 +72,12 @@ def average(value: Any, sampler: _Weighted) -> Any:
     TypeError
         ``value`` is neither a number nor a tensor.
     RuntimeError
-        No batch was taken yet, or several ranks were declared by hand, so that there is nobody to average with.
+        No batch was taken yet, or more than the optimizer was told of; or the sampler's ranks were given by hand
+        and are not those that Horovod runs, so that there is nobody to average with.
     """
     if isinstance(value, torch.Tensor) and not value.is_complex():
         given = value.detach()
-    elif isinstance(value, int | float):
+    elif isinstance(value, numbers.Real):
         given = torch.tensor(float(value), dtype=torch.float64)
     else:
         raise TypeError(f"value must be a real number or tensor, not {value!r} of type {type(value).__name__}")
@@ -84,10 +87,14 @@ def average(value: Any, sampler: _Weighted) -> Any:
     own = own * sampler.weight if sampler.weight != 0.0 else torch.zeros_like(own)
     world = sampler.world
     if world.size > 1:
-        if world.process_set is None:
-            raise RuntimeError(
-                "this sampler's ranks were declared by hand: without Horovod there is nobody to average with"
-            )
         hvd = horovod()
-        own = hvd.allreduce(own, op=hvd.Average, name="chronica.average", process_set=world.process_set)
+        process_set = world.process_set
+        if process_set is None:  # given by hand
+            if not hvd.is_initialized() or (hvd.rank(), hvd.size()) != (world.rank, world.size):
+                raise RuntimeError(
+                    f"this sampler was told by hand to be rank {world.rank} of {world.size}, which is not how Horovod "
+                    "runs: there is nobody to average with"
+                )
+            process_set = hvd.global_process_set
+        own = hvd.allreduce(own, op=hvd.Average, name="chronica.average", process_set=process_set)
     return own.reshape(given.shape).to(result_dtype) if isinstance(value, torch.Tensor) else own.item()

@@ -58,6 +58,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         for batch, ticket in zip(batches, tickets, strict=False):
             progress.hand_out(iteration, ticket)
             yield batch
+        progress.end(iteration)
 
     def steps(self) -> Iterator[Iterable[Any]]:
         """Yield for each step its micro-batches, in the order in which they must be trained on.

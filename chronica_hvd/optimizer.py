@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 from collections.abc import Iterable
@@ -89,8 +90,11 @@ def DistributedOptimizer(  # noqa: N802 (it takes the place of hvd.DistributedOp
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     refuse_weighed(parameters)
     wrapped = hvd.DistributedOptimizer(optimizer, named_parameters, **options)
-    weigher = Weigher(sampler.progress, sampler.world, lookahead, name=str(next(_numbers)))
+    # The sampler may have been told its rank by hand; the plans are compared over the ranks that combine gradients.
+    world = dataclasses.replace(sampler.world, process_set=options["process_set"])
+    weigher = Weigher(sampler.progress, world, name=str(next(_numbers)))
     weigher.watch(parameters)
+    sampler.progress.attach(lookahead)
     return _with_weigher(_with_weight(wrapped, sampler), weigher)
 
 

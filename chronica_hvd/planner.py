@@ -118,6 +118,8 @@ class Planner:
         (ranks,) relative speed of each rank, as given; 1.0 each for a count.
     cost
         The :class:`CostModel`, or the (samples,) array of costs.
+    effective_speeds
+        (ranks,) speed ÷ rank_scale.
     """
 
     speeds: tuple[float, ...]
@@ -131,6 +133,7 @@ class Planner:
         self.indices = self._indices(options.indices)
         self.loss_weights = self._loss_weights(options.loss_weight)
         self.cost = self._cost(options.cost)
+        self.effective_speeds = self._effective_speeds()
         self._check_costs()
         if options.min_local_batch > self.batch_size:
             raise ValueError(
@@ -197,18 +200,14 @@ class Planner:
         self, order: NDArray[np.int64], global_batch: int, begin: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
         """Plan one block; its positions count from the beginning of the epoch."""
-        fixed = 0.0
-        scale: Any = 1.0
         if isinstance(self.cost, CostModel):
-            costs = self.cost.sample_costs(self.sizes[order])
-            fixed = self.cost.fixed
-            scale = 1.0 if self.cost.rank_scale is None else np.asarray(self.cost.rank_scale)
+            costs, fixed = self.cost.sample_costs(self.sizes[order]), self.cost.fixed
         else:
-            costs = self.cost[order]
+            costs, fixed = self.cost[order], 0.0
         positions, _, counts, loads, bounds = _core.assign(
             costs,
             fixed,
-            np.asarray(self.speeds) / scale,
+            self.effective_speeds,
             global_batch=global_batch,
             padded=self.options.padding == "max",
             equal_counts=self.options.local_batch == "equal",
@@ -227,7 +226,7 @@ class Planner:
         totals = amounts.sum(axis=1, keepdims=True)
         median = float(np.median(totals))
         spread = float(totals.max()) / median if median > 0.0 else 1.0
-        if self.options.loss_weight == "sum" and isinstance(self.options.loss_weight, str):
+        if isinstance(self.options.loss_weight, str) and self.options.loss_weight == "sum":
             return (counts > 0).astype(np.float64), spread
         return self.ranks * np.divide(amounts, totals, out=np.zeros_like(amounts), where=totals > 0.0), spread
 
@@ -285,15 +284,33 @@ class Planner:
             )
         return costs
 
+    def _effective_speeds(self) -> NDArray[np.float64]:
+        """Return (ranks,) speed ÷ rank_scale, what a rank's cost is divided by."""
+        scale: Any = 1.0
+        if isinstance(self.cost, CostModel) and self.cost.rank_scale is not None:
+            scale = np.asarray(self.cost.rank_scale)
+        speeds: NDArray[np.float64] = np.asarray(self.speeds) / scale
+        if speeds.max() / speeds.min() > LARGEST_SPEED_RATIO:
+            raise ValueError(
+                f"the ranks' speeds must not differ by more than a factor of {LARGEST_SPEED_RATIO:g}, "
+                f"not as {speeds.tolist()} do; leave out a rank that slow"
+            )
+        return speeds
+
     def _check_costs(self) -> None:
-        """Refuse a cost model whose loads overflow, where the sizes would look innocent."""
-        if not isinstance(self.cost, CostModel):
-            largest = float(self.cost.max())
-        else:
-            with np.errstate(over="ignore"):
+        """Refuse costs whose loads overflow, where the sizes would look innocent."""
+        slowest = self.effective_speeds.min()
+        with np.errstate(over="ignore"):
+            if isinstance(self.cost, CostModel):
                 largest = float(self.cost.sample_costs(self.sizes.max())) + self.cost.fixed
-        if not np.isfinite(largest * self.global_batch * LARGEST_SPEED_RATIO):
-            raise ValueError(f"the largest sample costs {largest:g}: a step's cost overflows; scale the costs down")
+            else:
+                largest = float(self.cost.max())
+            load = np.float64(largest) * (self.global_batch + self.ranks) / slowest
+        if not np.isfinite(load):
+            raise ValueError(
+                f"the largest sample costs {largest:g} and the slowest rank has a speed of {slowest:g}: "
+                "a rank's load would overflow; scale costs and speeds towards 1"
+            )
 
 
 def _speeds(ranks: Any) -> tuple[float, ...]:
@@ -303,9 +320,4 @@ def _speeds(ranks: Any) -> tuple[float, ...]:
     speeds = checks.vector("ranks (speeds)", ranks).astype(np.float64)
     if not (np.isfinite(speeds) & (speeds > 0)).all():
         raise ValueError(f"the ranks' speeds must be positive and finite, not {speeds.tolist()}")
-    if speeds.max() / speeds.min() > LARGEST_SPEED_RATIO:
-        raise ValueError(
-            f"the ranks' speeds differ by more than a factor of {LARGEST_SPEED_RATIO:g}: {speeds.tolist()}; "
-            "leave out a rank that slow"
-        )
     return tuple(map(float, speeds))

@@ -20,13 +20,19 @@ class Progress:
     """The steps between loader and optimizer, oldest first.
 
     The loader hands steps out, the optimizer finishes them in the same order; neither knows the other. A weight travels
-    with its step, so it stays right whatever is planned meanwhile.
+    with its step, so it stays right whatever is planned meanwhile. Without an optimizer (evaluation) only the step
+    taken last is kept.
     """
 
     def __init__(self) -> None:
         self._open: deque[StepTicket] = deque()
+        self._finished: StepTicket | None = None  # the last one, until the loop turns to another
         self._iteration = 0
-        self._finished: StepTicket | None = None
+        self._lookahead: int | None = None  # None without an optimizer
+
+    def attach(self, lookahead: int) -> None:
+        """Note that an optimizer finishes the steps, and how many further ones a wrapper may have taken ahead."""
+        self._lookahead = lookahead
 
     def begin(self) -> int:
         """Start an iteration over the loader and forget what an earlier one left; returns its number."""
@@ -47,10 +53,18 @@ class Progress:
                 "a newer iteration over this sampler's loader has begun, so this one cannot go on: whose batch a "
                 "gradient belongs to would be unknown. For a look at some batches give a second sampler and loader"
             )
+        if self._lookahead is None:
+            self._open.clear()
         self._open.append(ticket)
+        self._finished = None
 
-    def current(self, lookahead: int) -> StepTicket:
-        """Return the step that a backward pass now belongs to: the oldest that is not finished.
+    def end(self, iteration: int) -> None:
+        """Note that the loader has no further step; what was read ahead remains to be worked on."""
+        if iteration == self._iteration and self._open:
+            self._finished = None
+
+    def work(self) -> StepTicket:
+        """Return the step that the backward pass now beginning belongs to: the oldest that is not finished.
 
         Raises
         ------
@@ -63,13 +77,8 @@ class Progress:
                 "optimizer.step(): take one batch per optimizer step from a chronica_hvd.DataLoader with "
                 "batch_sampler=sampler, the sampler that was given to DistributedOptimizer"
             )
-        if len(self._open) > 1 + lookahead:
-            raise RuntimeError(
-                f"{len(self._open)} steps were taken from the loader since the last optimizer.step(), so the weight of "
-                f"this gradient is unknown (lookahead={lookahead} allows {1 + lookahead}). Train on every batch taken; "
-                "if a wrapper reads ahead, say by how much: DistributedOptimizer(..., lookahead=1)"
-            )
-        return self._open[0]
+        self._finished = None
+        return self._oldest_unless_too_many()
 
     def finish(self) -> None:
         """Note that the optimizer has finished the oldest open step, if there is one."""
@@ -81,7 +90,33 @@ class Progress:
         """The oldest open step."""
         return self._open[0] if self._open else None
 
-    @property
-    def latest(self) -> StepTicket | None:
-        """The step at work: the oldest open one, or the one finished last."""
-        return self.oldest or self._finished
+    def latest(self) -> StepTicket:
+        """Return the step that what is computed now belongs to: the one at work, or the one just finished.
+
+        Raises
+        ------
+        RuntimeError
+            There is none, or (after reading ahead) more than one step comes into question.
+        """
+        if self._finished is not None and self._open:
+            raise RuntimeError(
+                "after optimizer.step() a loop that reads ahead has its next step open already, so which of the two is "
+                "meant is unknown: ask between backward() and optimizer.step()"
+            )
+        if self._open:
+            return self._oldest_unless_too_many()
+        if self._finished is None:
+            raise RuntimeError(
+                "no step has been taken from this sampler's chronica_hvd.DataLoader yet, so there is no weight"
+            )
+        return self._finished
+
+    def _oldest_unless_too_many(self) -> StepTicket:
+        lookahead = self._lookahead or 0
+        if len(self._open) > 1 + lookahead:
+            raise RuntimeError(
+                f"{len(self._open)} steps were taken from the loader since the last optimizer.step(), so the weight of "
+                f"this gradient or value is unknown (lookahead={lookahead} allows {1 + lookahead}). Train on every "
+                "batch taken; if a wrapper reads ahead, say by how much: DistributedOptimizer(..., lookahead=1)"
+            )
+        return self._open[0]

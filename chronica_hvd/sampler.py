@@ -123,14 +123,9 @@ class BatchSampler(Sampler[list[int]]):
         Raises
         ------
         RuntimeError
-            No step has been taken from the loader yet.
+            No step has been taken from the loader yet, or more were than the optimizer was told of.
         """
-        ticket = self.progress.latest
-        if ticket is None:
-            raise RuntimeError(
-                "no step has been taken from this sampler's chronica_hvd.DataLoader yet, so there is no weight"
-            )
-        return ticket.weight
+        return self.progress.latest().weight
 
     def tickets(self) -> Iterator[StepTicket]:
         """Yield what the optimizer will need to know of each step of this epoch's plan."""

@@ -28,16 +28,13 @@ class Weigher:
         Which step is at work.
     world
         The ranks whose plans must agree.
-    lookahead
-        How many steps a wrapper of the loader may have taken ahead.
     name
         Tells this optimizer's collectives from those of others; the same on every rank.
     """
 
-    def __init__(self, progress: Progress, world: World, lookahead: int, name: str) -> None:
+    def __init__(self, progress: Progress, world: World, name: str) -> None:
         self._progress = progress
         self._world = world
-        self._lookahead = lookahead
         self._name = name
         self._ticket: StepTicket | None = None  # of the step whose backward pass has begun
         self._accumulators: list[Any] = []  # hooks live as long as these nodes are held
@@ -53,7 +50,7 @@ class Weigher:
 
     def _weigh(self, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
         if self._ticket is None:
-            self._ticket = self._progress.current(self._lookahead)
+            self._ticket = self._progress.work()
         weight = self._ticket.weight
         if weight == 1.0:
             return None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 
-import chronica_hvd
 from training import Case
+
+import chronica_hvd
 
 #: Steps of the long run: several blocks of 64.
 LONG_STEPS = 200

@@ -11,7 +11,7 @@ import rank
 import torch
 from cases import base
 from train import Run
-from training import Case, build, mean, sgd
+from training import Case, build, mean, relative_errors, sgd
 
 import chronica_hvd
 
@@ -87,7 +87,7 @@ def autograd_grad(run: Run) -> dict[str, Any]:
 
 
 def without_sampler(options: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return whether training without a sampler equals Horovod's, bit for bit, with uneven batches."""
+    """Return how far training without a sampler is from Horovod's own, with uneven batches."""
     trained = []
     weights = set()
     passes = options.get("backward_passes_per_step", 1)
@@ -103,15 +103,15 @@ def without_sampler(options: dict[str, Any], name: str) -> dict[str, Any]:
                 model.losses(inputs, inputs[:, :2]).mean().backward()
             optimizer.step()
             weights.add(getattr(optimizer, "weight", 1.0))
-        trained.append([parameter.detach() for parameter in model.parameters()])
-    return {"equal": all(map(torch.equal, *trained)), "weights": sorted(weights)}
+        trained.append({key: value.detach().numpy() for key, value in model.named_parameters()})
+    return {"error": max(relative_errors(*trained).values()), "weights": sorted(weights)}
 
 
 WITHOUT_SAMPLER: dict[str, dict[str, Any]] = {
     "defaults": {},
     "sum": {"op": hvd.Sum},
     "passes": {"backward_passes_per_step": 2},
-    "fp16": {"compression": hvd.Compression.fp16},
+    "predivide": {"gradient_predivide_factor": 2.0},
     "groups": {"groups": 2},
 }
 

@@ -95,7 +95,9 @@ class Run:
             self.scaler.scale(self.loss(batch, is_filler)).backward()
         before = [self.optimizer.weight, self.sampler.weight]
         update(self)
-        self.weights.append([*before, self.optimizer.weight, self.sampler.weight])
+        # A loop that reads ahead has the next step open by now, and is told to ask before the update.
+        after = [] if self.case.loop == "ahead" else [self.optimizer.weight, self.sampler.weight]
+        self.weights.append([*before, *after])
 
     def save(self, folder: Path) -> None:
         np.savez(

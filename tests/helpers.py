@@ -1,0 +1,40 @@
+"""What several tests need: data, and plans spelled out."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DistributedSampler
+
+import chronica_hvd as chronica
+
+
+def lognormal(
+    count: int, mean: float = 5.0, sigma: float = 1.0, largest: int = 8192, seed: int = 0
+) -> NDArray[np.int64]:
+    """Heavy-tailed sizes of at least 1."""
+    drawn = np.random.default_rng(seed).lognormal(mean, sigma, count)
+    return np.minimum(np.ceil(drawn), largest).astype(np.int64)
+
+
+def step_samples(plan: chronica.Plan, step: int) -> list[int]:
+    """Return the samples that count in a step, over all ranks, sorted."""
+    ranks = [rank for rank in range(plan.ranks) if plan.counts[step, rank] > 0]
+    return sorted(int(i) for rank in ranks for batch in plan.batches(step, rank) for i in batch)
+
+
+def distributed_sampler_steps(
+    samples: int, ranks: int, batch_size: int, *, shuffle: bool, seed: int, epoch: int
+) -> list[list[int]]:
+    """Return the samples that torch's DistributedSampler gives all ranks in each step, its repeated tail left out."""
+    dataset = torch.utils.data.TensorDataset(torch.zeros(samples))
+    per_rank = []
+    for rank in range(ranks):
+        sampler = DistributedSampler(dataset, ranks, rank, shuffle=shuffle, seed=seed)
+        sampler.set_epoch(epoch)
+        per_rank.append(list(sampler))
+    # The order drawn: rank r holds every ranks-th sample from the r-th on; the tail that repeats the head is cut off.
+    drawn = [indices[place] for place in range(len(per_rank[0])) for indices in per_rank][:samples]
+    size = batch_size * ranks
+    return [sorted(drawn[first : first + size]) for first in range(0, samples, size)]
