@@ -1,10 +1,12 @@
 """Train the example on two ranks, with plain Horovod and balanced; say what was gained and where it came from.
 
-Both runs have the same seed, the same start and the same global batches. Writes build/demo/summary.json.
+Both runs have the same seed, the same start and the same global batches. Writes build/demo/summary.json (with another
+cut of the texts than 2048 bytes: build/demo-<cut>/summary.json).
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -13,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-OUTPUT = ROOT / "build" / "demo"
 RANKS = 2
 SAMPLES = 96 * 32 * RANKS  # 96 steps of 32 samples per rank, no short last step
 NOISE_FLOOR_STEPS = 24
@@ -31,9 +32,9 @@ KEEP_MEMORY = {
 FIGURES = ("steps_per_s", "tokens_per_s", "idle_share", "predicted_idle_share", "padding_share", "final_loss")
 
 
-def train(name: str, *options: str) -> dict[str, Any]:
-    """Run the example under horovodrun; returns what it wrote."""
-    summary = OUTPUT / f"{name}.json"
+def train(output: Path, name: str, *options: str) -> dict[str, Any]:
+    """Run the example under horovodrun; returns what it wrote into the folder ``output``."""
+    summary = output / f"{name}.json"
     summary.unlink(missing_ok=True)
     horovodrun = [str(Path(sys.executable).parent / "horovodrun"), "-np", str(RANKS)]
     script = [sys.executable, str(ROOT / "examples" / "train_text.py"), "--pin", "--samples", str(SAMPLES)]
@@ -41,7 +42,7 @@ def train(name: str, *options: str) -> dict[str, Any]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": tunables}
     print(f"{name}: {SAMPLES // (32 * RANKS)} steps on {RANKS} ranks", flush=True)
     command = [*horovodrun, *script, "--summary", str(summary), *options]
-    with (OUTPUT / f"{name}.log").open("w") as log:
+    with (output / f"{name}.log").open("w") as log:
         # A session of its own: when the demo is interrupted, the launcher and its ranks end with it.
         run = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
@@ -90,9 +91,13 @@ def work_per_step(run: dict[str, Any]) -> float:
 
 def main() -> None:
     """Run both, print, write the summary."""
-    OUTPUT.mkdir(parents=True, exist_ok=True)
-    plain = train("plain", "--plain")
-    balanced = train("balanced", "--noise-floor", str(NOISE_FLOOR_STEPS))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cut", type=int, default=2048, help="cut the texts at this many bytes (default: 2048)")
+    cut = parser.parse_args().cut
+    output = ROOT / "build" / ("demo" if cut == 2048 else f"demo-{cut}")
+    output.mkdir(parents=True, exist_ok=True)
+    plain = train(output, "plain", "--cut", str(cut), "--plain")
+    balanced = train(output, "balanced", "--cut", str(cut), "--noise-floor", str(NOISE_FLOOR_STEPS))
     differences = (abs(a - b) / abs(a) for a, b in zip(plain["losses"], balanced["losses"], strict=True))
     summary = {
         "plain": {name: plain[name] for name in FIGURES},
@@ -101,8 +106,9 @@ def main() -> None:
         "noise_floor": balanced["noise_floor"],
         "max_loss_difference": max(differences),
     }
-    (OUTPUT / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    print(f"\n{report(plain, balanced, summary)}\n\nwritten to {(OUTPUT / 'summary.json').relative_to(ROOT)}")
+    written = output / "summary.json"
+    written.write_text(json.dumps(summary, indent=2) + "\n")
+    print(f"\n{report(plain, balanced, summary)}\n\nwritten to {written.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

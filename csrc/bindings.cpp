@@ -1,7 +1,7 @@
 // The only file that knows Python. Arguments are parsed and checked while the GIL is held; the planner then works on
-// plain memory that the caller's arrays keep alive, so the GIL is released around it. The timer's two hot methods take
-// 50 ns and keep it; they are METH_FASTCALL methods because pybind11's own dispatch of keywords costs ten times as
-// much.
+// plain memory that the caller's arrays keep alive, so the GIL is released around it. The timer's two hot methods only
+// read a clock and keep it; they are METH_FASTCALL methods, because pybind11's own dispatch of keywords costs several
+// times what they do.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
