@@ -34,7 +34,9 @@ def real(name: str, value: object, least: float = -math.inf) -> float:
         raise TypeError(f"{name} must be a number, not {value!r}")
     try:
         number = float(value)  # type: ignore[arg-type]
-    except (TypeError, OverflowError):
+    except OverflowError:
+        number = math.inf
+    except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{name} must be a number, not {value!r} of type {type(value).__name__}") from None
     if not math.isfinite(number):
         raise ValueError(f"{name} must be finite, not {number}")
@@ -75,11 +77,12 @@ def vector(name: str, values: Any) -> NDArray[Any]:
 
 def _as_int64(name: str, array: NDArray[Any]) -> NDArray[np.int64]:
     """Narrow unsigned and Python integers to int64, or say which one does not fit."""
-    for position, value in enumerate(array if array.dtype == object else ()):
-        if isinstance(value, bool) or not isinstance(value, int | np.integer):
-            raise TypeError(f"{name} must hold numbers, not {value!r} (position {position})")
-    fits = (array >= -LARGEST_INT64) & (array <= LARGEST_INT64)
-    _refuse_first(name, array, ~fits.astype(bool), f"fit int64 (at most {LARGEST_INT64})")
+    if array.dtype == object:
+        for position, value in enumerate(array):
+            if isinstance(value, bool) or not isinstance(value, int | np.integer):
+                raise TypeError(f"{name} must hold numbers, not {value!r} (position {position})")
+    beyond = np.abs(array) > LARGEST_INT64
+    _refuse_first(name, array, beyond, f"be at most {LARGEST_INT64} (int64)")
     return array.astype(np.int64)
 
 

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import chronica_hvd as chronica
+
+DTYPE = chronica.StepTimer().drain().dtype
+MODELS = [
+    chronica.CostModel(5e6, 2e5, 3e3, 4.0),
+    chronica.CostModel(0.0, 0.0, 3e3, 0.0),
+    chronica.CostModel(1e7, 0.0, 0.0, 8.0),
+    chronica.CostModel(0.0, 1e6, 0.0, 0.0),
+]
+
+
+def records(model: chronica.CostModel, count: int = 60, seed: int = 0) -> NDArray[Any]:
+    """Return records of padded batches of varied shapes that take exactly what the model says."""
+    engine = np.random.default_rng(seed)
+    made = np.zeros(count, DTYPE)
+    length = engine.integers(16, 4096, count)
+    made["samples"] = engine.integers(1, 64, count)
+    made["size"] = made["samples"] * length
+    made["size2"] = made["size"] * length
+    made["elapsed_ns"] = np.round(model.predict(made["samples"], made["size"], made["size2"]))
+    return made
+
+
+def test_predict() -> None:
+    model = chronica.CostModel(fixed=7, per_sample=5, per_size=3, per_size2=2)
+    assert model.predict(2, 10, 60) == 7 + 5 * 2 + 3 * 10 + 2 * 60
+    assert model.predict(np.array([0, 1]), np.array([0, 2]), np.array([0, 4])).tolist() == [7.0, 7 + 5 + 6 + 8]
+    assert model.sample_costs(np.array([0, 4])).tolist() == [5.0, 5 + 3 * 4 + 2 * 16]
+    assert chronica.CostModel().sample_costs(np.array([3, 9])).tolist() == [3.0, 9.0]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_fit_finds_the_coefficients(model: chronica.CostModel) -> None:
+    fitted = chronica.CostModel.fit(records(model))
+    for name in ("fixed", "per_sample", "per_size", "per_size2"):
+        assert getattr(fitted, name) == pytest.approx(getattr(model, name), rel=1e-4, abs=1e-2), name
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_fit_predicts_despite_noise_and_outliers(model: chronica.CostModel) -> None:
+    engine = np.random.default_rng(1)
+    noisy = records(model, count=200)
+    noisy["elapsed_ns"] = noisy["elapsed_ns"] * engine.normal(1.0, 0.02, 200)
+    noisy["elapsed_ns"][::40] *= 20  # a page fault, the garbage collector
+    fitted = chronica.CostModel.fit(noisy)
+    fresh = records(model, seed=2)
+    errors = fitted.predict(fresh["samples"], fresh["size"], fresh["size2"]) / fresh["elapsed_ns"] - 1
+    assert np.median(np.abs(errors)) < 0.05
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_fit_is_the_least_squares_that_is_not_negative(seed: int) -> None:
+    engine = np.random.default_rng(seed)
+    made = records(MODELS[0], count=12, seed=seed)
+    made["elapsed_ns"] = engine.integers(10**6, 10**9, 12)
+    fitted = chronica.CostModel.fit(made)
+    columns = (
+        np.stack([np.ones(12), made["samples"], made["size"], made["size2"]], axis=1) / made["elapsed_ns"][:, None]
+    )
+    columns /= np.linalg.norm(columns, axis=0)
+    found = np.array([fitted.fixed, fitted.per_sample, fitted.per_size, fitted.per_size2])
+    assert (found >= 0).all()
+    # The conditions of Karush, Kuhn and Tucker: no coefficient can grow, and a positive one cannot shrink, with profit.
+    predicted = fitted.predict(made["samples"], made["size"], made["size2"]) / made["elapsed_ns"]
+    slope = columns.T @ (predicted - 1.0)
+    assert (slope >= -1e-6).all()
+    assert (np.abs(slope[found > 0]) <= 1e-6).all()
+
+
+def test_fit_of_few_records() -> None:
+    one = records(MODELS[0], count=1)
+    fitted = chronica.CostModel.fit(one)
+    assert fitted.predict(one["samples"], one["size"], one["size2"])[0] == pytest.approx(one["elapsed_ns"][0])
+    alike = np.repeat(one, 5)
+    alike["elapsed_ns"] = [100, 100, 100, 100, 100]
+    assert chronica.CostModel.fit(alike).predict(alike["samples"], alike["size"], alike["size2"])[0] == pytest.approx(
+        100
+    )
+    alike["samples"] = alike["size"] = alike["size2"] = 0
+    assert chronica.CostModel.fit(alike) == chronica.CostModel(100.0, 0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "message"),
+    [
+        (np.zeros(3), TypeError, r"structured array as StepTimer.drain\(\) returns; it lacks \['samples'"),
+        ([1, 2], TypeError, "structured array"),
+        (None, TypeError, "structured array"),
+        (np.zeros(0, DTYPE), ValueError, "empty; at least one"),
+        (np.zeros(2, DTYPE), ValueError, "positive elapsed_ns, not 0"),
+        (np.zeros(2, [("samples", int), ("elapsed_ns", int)]), TypeError, r"lacks \['size', 'size2'\]"),
+    ],
+)
+def test_fit_of_nothing_useful(bad: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        chronica.CostModel.fit(bad)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"fixed": -1}, ValueError, "fixed must be at least 0, not -1"),
+        ({"per_size": float("nan")}, ValueError, "per_size must be finite, not nan"),
+        ({"per_size2": float("inf")}, ValueError, "per_size2 must be finite, not inf"),
+        ({"per_sample": "1"}, TypeError, "per_sample must be a number, not '1'"),
+        ({"per_sample": None}, TypeError, "per_sample must be a number, not None"),
+        ({"fixed": True}, TypeError, "fixed must be a number, not True"),
+        ({"fixed": 10**400}, ValueError, "fixed must be finite"),
+        ({"rank_scale": [1, 0]}, ValueError, r"rank_scale must be positive on every rank, not \[1, 0\]"),
+        ({"rank_scale": [1, -1]}, ValueError, "rank_scale must not be negative; position 1 holds -1"),
+        ({"rank_scale": []}, ValueError, "rank_scale is empty"),
+        ({"rank_scale": 2.0}, ValueError, "rank_scale must be one-dimensional"),
+    ],
+)
+def test_bad_coefficients(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        chronica.CostModel(**options)
+
+
+def test_it_is_a_value() -> None:
+    model = chronica.CostModel(np.float32(1), 2, 3, 4, rank_scale=np.array([1, 2]))
+    assert model == chronica.CostModel(1.0, 2.0, 3.0, 4.0, rank_scale=(1.0, 2.0))
+    assert pickle.loads(pickle.dumps(model)) == model
+    assert hash(model) == hash(pickle.loads(pickle.dumps(model)))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        model.fixed = 2.0  # type: ignore[misc]

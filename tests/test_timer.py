@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import chronica_hvd as chronica
+
+FIELDS = ("step", "samples", "size", "size2", "flops", "start_ns", "elapsed_ns")
+
+
+def work(record: Any) -> list[int]:
+    return [int(record[name]) for name in FIELDS[:5]]
+
+
+def test_records_are_what_was_said() -> None:
+    timer = chronica.StepTimer()
+    for step in range(3):
+        timer.start(step=step, size=10 * step)
+        timer.stop()
+    records = timer.drain()
+    assert records.dtype.names == FIELDS
+    assert {records.dtype[name] for name in FIELDS} == {np.dtype("<i8")}
+    assert records["step"].tolist() == [0, 1, 2]
+    assert records["size"].tolist() == [0, 10, 20]
+    assert (records["elapsed_ns"] >= 0).all()
+    assert (np.diff(records["start_ns"]) > 0).all()
+    assert len(timer.drain()) == 0
+    assert timer.overwritten == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "expected"),
+    [
+        ((), {}, [0, 0, 0, 0, 0]),
+        ((1, 2, 3, 4, 5), {}, [1, 2, 3, 4, 5]),
+        ((1,), {"flops": 5, "samples": 2}, [1, 2, 0, 0, 5]),
+        ((np.int32(7), np.uint8(8)), {"size2": np.int64(2**62)}, [7, 8, 0, 2**62, 0]),
+        ((-1,), {"size": -(2**63)}, [-1, 0, -(2**63), 0, 0]),
+        ((), {"".join(["st", "ep"]): True}, [1, 0, 0, 0, 0]),
+    ],
+)
+def test_arguments(arguments: tuple[Any, ...], keywords: dict[str, Any], expected: list[int]) -> None:
+    timer = chronica.StepTimer()
+    timer.start(*arguments, **keywords)
+    timer.stop()
+    assert work(timer.drain()[0]) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "error", "message"),
+    [
+        ((1, 2, 3, 4, 5, 6), {}, TypeError, "at most 5 arguments .*6 were given"),
+        ((1,), {"step": 2}, TypeError, "got step twice"),
+        ((), {"steps": 2}, TypeError, "no argument 'steps'; it takes step, samples"),
+        ((1.0,), {}, TypeError, "float"),
+        (("1",), {}, TypeError, "str"),
+        ((None,), {}, TypeError, "NoneType"),
+        ((), {"size": 2**63}, OverflowError, "too big|too large"),
+    ],
+)
+def test_bad_arguments(arguments: Any, keywords: Any, error: type[Exception], message: str) -> None:
+    timer = chronica.StepTimer()
+    with pytest.raises(error, match=message):
+        timer.start(*arguments, **keywords)
+    with pytest.raises(RuntimeError, match=r"stop\(\) without start\(\)"):
+        timer.stop()
+
+
+def test_stop_needs_a_start() -> None:
+    timer = chronica.StepTimer()
+    timer.start(step=1)
+    timer.start(step=2)  # the first is given up
+    timer.stop()
+    with pytest.raises(RuntimeError, match=r"stop\(\) without start\(\)"):
+        timer.stop()
+    assert timer.drain()["step"].tolist() == [2]
+
+
+def test_a_full_ring_overwrites_the_oldest_and_counts() -> None:
+    timer = chronica.StepTimer(capacity=4)
+    for step in range(10):
+        timer.start(step)
+        timer.stop()
+    assert timer.overwritten == 6
+    assert timer.drain()["step"].tolist() == [6, 7, 8, 9]
+
+
+def test_it_measures_time() -> None:
+    timer, other = chronica.StepTimer(), chronica.StepTimer()
+    timer.start()
+    time.sleep(0.01)
+    timer.stop()
+    (record,) = timer.drain()
+    assert record["elapsed_ns"] >= 10_000_000
+    assert abs(time.monotonic_ns() - record["start_ns"]) < 60_000_000_000
+    assert len(other.drain()) == 0
+
+
+def test_records_outlive_the_timer() -> None:
+    timer = chronica.StepTimer()
+    timer.start(step=41)
+    timer.stop()
+    records = timer.drain()
+    del timer
+    assert records["step"].tolist() == [41]
+    records["step"] += 1
+    assert records["step"].tolist() == [42]
+
+
+def test_misuse_of_the_type_does_not_crash() -> None:
+    class Unfinished(chronica.StepTimer):
+        def __init__(self) -> None:
+            pass
+
+    with pytest.raises(TypeError, match="__init__"):
+        Unfinished()
+    bare = chronica.StepTimer.__new__(chronica.StepTimer)
+    for method in (bare.start, bare.stop):
+        with pytest.raises(RuntimeError, match="__init__"):
+            method()
+    with pytest.raises(TypeError):
+        chronica.StepTimer.start(object())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu")])
+def test_host_devices(device: Any) -> None:
+    assert chronica.StepTimer(device, 8).capacity == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"device": "cuda"}, NotImplementedError, "CUDA device is not built yet"),
+        ({"device": torch.device("cuda", 1)}, NotImplementedError, "CUDA device is not built yet"),
+        ({"device": "tpu"}, ValueError, "device must be None, 'cpu' or 'cuda', not 'tpu'"),
+        ({"device": 3}, ValueError, "device must be None, 'cpu' or 'cuda', not 3"),
+        ({"capacity": 0}, ValueError, "capacity must be at least 1, not 0"),
+        ({"capacity": 2**40}, ValueError, "capacity must be at most"),
+        ({"capacity": 1.5}, TypeError, "capacity must be an integer, not 1.5"),
+        ({"capacity": True}, TypeError, "capacity must be an integer, not True"),
+        ({"capacity": -1, "device": "cuda"}, ValueError, "capacity must be at least 1, not -1"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        chronica.StepTimer(**options)
