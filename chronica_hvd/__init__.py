@@ -58,7 +58,11 @@ _NEEDS_TORCH = {
 def __getattr__(name: str) -> Any:
     if name not in _NEEDS_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_NEEDS_TORCH[name]}"), name)
+    try:
+        module = importlib.import_module(f"{__name__}.{_NEEDS_TORCH[name]}")
+    except ImportError as error:
+        raise ImportError(f"{__name__}.{name} needs torch, which does not import here: {error}") from error
+    value = getattr(module, name)
     globals()[name] = value
     return value
 

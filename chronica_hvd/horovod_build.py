@@ -41,8 +41,18 @@ DEFAULT_OPTIONS = {
     "HOROVOD_WITHOUT_MXNET": "1",
 }
 
-#: Modules that Horovod's own build imports (``--no-build-isolation``: it must see the installed torch).
-BUILD_MODULES = ("torch", "cmake", "setuptools", "wheel", "packaging")
+#: What Horovod's build (``--no-build-isolation``: it must see the installed torch) and Horovod itself import:
+#: module → what to install.
+NEEDED = {
+    "torch": "torch",
+    "cmake": "cmake",
+    "setuptools": "'setuptools<81'",
+    "wheel": "wheel",
+    "cloudpickle": "cloudpickle",
+    "packaging": "packaging",
+    "psutil": "psutil",
+    "yaml": "pyyaml",
+}
 
 
 class BuildError(RuntimeError):
@@ -75,9 +85,10 @@ def check_tools() -> None:
         raise BuildError(f"no C++ compiler: {compiler!r} is not on PATH; install g++ or clang++, or set CXX to yours")
     if shutil.which("make") is None:
         raise BuildError("make is not on PATH; Horovod's build needs it: install make")
-    missing = [name for name in BUILD_MODULES if importlib.util.find_spec(name) is None]
+    missing = [module for module in NEEDED if importlib.util.find_spec(module) is None]
     if missing:
-        raise BuildError(f"Horovod's build needs {', '.join(missing)} in this Python: pip install {' '.join(missing)}")
+        packages = " ".join(NEEDED[module] for module in missing)
+        raise BuildError(f"Horovod needs {', '.join(missing)} in this Python: pip install {packages}")
 
 
 def build(log: Path, options: dict[str, str], destination: Path) -> Path:
