@@ -9,7 +9,7 @@ import torch
 
 from chronica_hvd.gather import compare_plans
 from chronica_hvd.planner import BLOCK_STEPS
-from chronica_hvd.progress import Progress, StepTicket
+from chronica_hvd.progress import Progress
 from chronica_hvd.world import World
 
 #: Marks a parameter's gradient accumulator as weighed; it lives as long as the optimizer that marked it.
@@ -36,7 +36,7 @@ class Weigher:
         self._progress = progress
         self._world = world
         self._name = name
-        self._ticket: StepTicket | None = None  # of the step whose backward pass has begun
+        self._is_at_work = False
         self._accumulators: list[Any] = []  # hooks live as long as these nodes are held
 
     def watch(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -49,9 +49,9 @@ class Weigher:
                 self._accumulators.append(node)
 
     def _weigh(self, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
-        if self._ticket is None:
-            self._ticket = self._progress.work()
-        weight = self._ticket.weight
+        # Asked for every gradient: after a backward pass that failed half way, what it began with is no longer right.
+        weight = self._progress.work().weight
+        self._is_at_work = True
         if weight == 1.0:
             return None
         return tuple(gradient if gradient is None else _weighed(gradient, weight) for gradient in gradients)
@@ -59,7 +59,7 @@ class Weigher:
     @property
     def is_at_work(self) -> bool:
         """Whether a backward pass has begun whose step is not finished."""
-        return self._ticket is not None
+        return self._is_at_work
 
     def compare_plans(self) -> None:
         """In the first step of every block, make sure that all ranks hold the same plan.
@@ -75,7 +75,7 @@ class Weigher:
 
     def finish_step(self) -> None:
         """Note that the gradients of the step at work have been combined."""
-        self._ticket = None
+        self._is_at_work = False
         self._progress.finish()
 
 

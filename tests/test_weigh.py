@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from chronica_hvd.progress import Progress, StepTicket
+from chronica_hvd.weigh import Weigher, refuse_weighed
+from chronica_hvd.world import World
+
+
+class Loop:
+    """A loader and an optimizer reduced to what the weigher sees of them."""
+
+    def __init__(self, *parameters: torch.nn.Parameter) -> None:
+        self.progress = Progress()
+        self.progress.attach(0)
+        self.weigher = Weigher(self.progress, World(0, 1), "test")
+        self.weigher.watch(parameters)
+        self.iteration = self.progress.begin()
+
+    def take(self, weight: float) -> None:
+        self.progress.hand_out(self.iteration, StepTicket(0, 0, weight, ""))
+
+
+def parameter(*values: float) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.tensor(values))
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.25, 1.0, 3.0])
+def test_gradients_are_multiplied(weight: float) -> None:
+    p = parameter(1.0, 2.0)
+    loop = Loop(p)
+    loop.take(weight)
+    (p * torch.tensor([3.0, 5.0])).sum().backward()
+    assert p.grad is not None
+    assert p.grad.tolist() == [3.0 * weight, 5.0 * weight]
+    assert loop.weigher.is_at_work
+    loop.weigher.finish_step()
+    assert not loop.weigher.is_at_work
+
+
+def test_weight_zero_replaces() -> None:
+    p = parameter(1.0)
+    loop = Loop(p)
+    loop.take(0.0)
+    (p * float("nan")).sum().backward()
+    assert p.grad is not None
+    assert p.grad.tolist() == [0.0]
+
+
+def test_several_batches_accumulate_with_their_own_weights() -> None:
+    p = parameter(1.0)
+    loop = Loop(p)
+    for weight in (0.5, 2.0, 1.0):
+        loop.take(weight)
+        (3 * p).sum().backward()
+        loop.weigher.finish_step()
+    assert p.grad is not None
+    assert p.grad.item() == 3 * (0.5 + 2.0 + 1.0)
+
+
+def test_a_shared_gradient_is_not_changed_in_place() -> None:
+    p = parameter(1.0, 1.0)
+    loop = Loop(p)
+    loop.take(2.0)
+    gradient = torch.tensor([1.0, 4.0])
+    p.backward(gradient)
+    assert gradient.tolist() == [1.0, 4.0]
+    assert p.grad is not None
+    assert p.grad.tolist() == [2.0, 8.0]
+
+
+def test_autograd_grad_is_not_weighed() -> None:
+    p = parameter(1.0)
+    Loop(p)  # nothing taken: a backward pass would raise
+    (gradient,) = torch.autograd.grad((5 * p).sum(), [p])
+    assert gradient.item() == 5.0
+
+
+def test_a_frozen_parameter_is_left_alone() -> None:
+    p, frozen = parameter(1.0), torch.nn.Parameter(torch.ones(1), requires_grad=False)
+    loop = Loop(p, frozen)
+    loop.take(2.0)
+    (p * frozen).sum().backward()
+    assert p.grad is not None
+    assert p.grad.item() == 2.0
+
+
+def test_a_failed_backward_pass_leaves_no_stale_weight() -> None:
+    first, second = parameter(1.0), parameter(1.0)
+    loop = Loop(first, second)
+
+    def fail(_: torch.Tensor) -> None:
+        raise MemoryError
+
+    loop.take(3.0)
+    handle = second.register_hook(fail)
+    with pytest.raises(MemoryError):
+        (first + second).sum().backward()
+    handle.remove()
+    loop.take(0.5)  # the loop gave the batch up and took the next
+    with pytest.raises(RuntimeError, match="2 steps were taken"):
+        (first + second).sum().backward()
+    loop.iteration = loop.progress.begin()
+    loop.take(0.5)
+    first.grad = second.grad = None
+    (first + second).sum().backward()
+    assert first.grad == second.grad == torch.tensor([0.5])
+
+
+def test_nobody_is_weighed_twice() -> None:
+    p = parameter(1.0)
+    loop = Loop(p)
+    with pytest.raises(ValueError, match="weighed twice"):
+        refuse_weighed([p])
+    del loop
+    gc.collect()
+    refuse_weighed([p])
