@@ -81,8 +81,8 @@ def _as_int64(name: str, array: NDArray[Any]) -> NDArray[np.int64]:
         for position, value in enumerate(array):
             if isinstance(value, bool) or not isinstance(value, int | np.integer):
                 raise TypeError(f"{name} must hold numbers, not {value!r} (position {position})")
-    beyond = np.abs(array) > LARGEST_INT64
-    _refuse_first(name, array, beyond, f"be at most {LARGEST_INT64} (int64)")
+    _refuse_first(name, array, array < 0, "not be negative")
+    _refuse_first(name, array, array > LARGEST_INT64, f"be at most {LARGEST_INT64} (int64)")
     return array.astype(np.int64)
 
 
@@ -91,10 +91,18 @@ def non_negative(name: str, values: Any) -> NDArray[Any]:
     array = vector(name, values)
     if array.dtype.kind == "f":
         _refuse_first(name, array, ~np.isfinite(array), "be finite")
-        _refuse_first(name, array, array >= 2.0**63, f"be at most {LARGEST_INT64} (int64)")
+        _refuse_first(name, array, array >= np.float64(2**63), f"be at most {LARGEST_INT64} (int64)")
     if array.dtype.kind != "u":
         _refuse_first(name, array, array < 0, "not be negative")
     return array
+
+
+def dimensions(name: str, values: Any) -> int:
+    """Return how many dimensions ``values`` has; ragged ones are a TypeError."""
+    try:
+        return np.ndim(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} must be a number or a one-dimensional array of numbers: {error}") from None
 
 
 def _refuse_first(name: str, array: NDArray[Any], wrong: NDArray[np.bool_], rule: str) -> None:

@@ -83,16 +83,18 @@ class CostModel:
         TypeError
             The fields are missing.
         ValueError
-            There are no records, or a time is not positive.
+            There are no records, or a value is not finite or negative, or a time 0.
         """
         names = getattr(getattr(records, "dtype", None), "names", None) or ()
         missing = [name for name in ("samples", "size", "size2", "elapsed_ns") if name not in names]
         if missing:
             raise TypeError(f"records must be a structured array as StepTimer.drain() returns; it lacks {missing}")
-        elapsed = checks.vector("records", records["elapsed_ns"]).astype(np.float64)
-        if (elapsed <= 0).any():
-            raise ValueError(f"every record needs a positive elapsed_ns, not {int(elapsed.min())}")
-        work = [records[name].astype(np.float64) for name in ("samples", "size", "size2")]
+        elapsed, *work = (
+            checks.non_negative(f"{name} of the records", records[name]).astype(np.float64)
+            for name in ("elapsed_ns", "samples", "size", "size2")
+        )
+        if (elapsed == 0).any():
+            raise ValueError(f"elapsed_ns of the records must be positive; position {int(np.argmin(elapsed))} holds 0")
         columns = np.stack([np.ones_like(elapsed), *work], axis=1) / elapsed[:, None]  # (records, 4)
         fixed, per_sample, per_size, per_size2 = _non_negative_least_squares(columns, np.ones_like(elapsed))
         return cls(fixed, per_sample, per_size, per_size2)

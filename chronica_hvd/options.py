@@ -78,7 +78,7 @@ class PlanOptions:
         checks.choice("normalize", self.normalize, (None, "step", "epoch"))
         checks.boolean("shuffle", self.shuffle)
         checks.integer("seed", self.seed, least=-(2**63), most=2**64 - 1)
-        checks.integer("epoch", self.epoch, least=0)
+        checks.integer("epoch", self.epoch, least=0, most=checks.LARGEST_INT64)
         checks.boolean("drop_last", self.drop_last)
         if isinstance(self.loss_weight, str):
             checks.choice("loss_weight", self.loss_weight, LOSS_WEIGHTS)
@@ -90,7 +90,7 @@ class PlanOptions:
     def _check_pad_to(self) -> None:
         if self.pad_to is None:
             return
-        if np.ndim(self.pad_to) == 0:
+        if checks.dimensions("pad_to", self.pad_to) == 0:
             checks.integer("pad_to", self.pad_to, least=1)
             return
         if (checks.non_negative("pad_to", self.pad_to) <= 0).any():

@@ -106,7 +106,9 @@ def plan(
         policy=policy,
         first=first,
     )
-    return Planner(sizes, ranks, batch_size, options).plan(options.epoch)
+    planner = Planner(sizes, ranks, batch_size, options)
+    options.refuse_unbuilt()
+    return planner.plan(options.epoch)
 
 
 class Planner:
@@ -145,7 +147,6 @@ class Planner:
                 f"drop_last leaves nothing: {samples} samples are fewer than one global batch of {self.batch_size} "
                 f"on each of {self.ranks} ranks"
             )
-        options.refuse_unbuilt()
 
     @property
     def ranks(self) -> int:
@@ -290,7 +291,7 @@ class Planner:
         if isinstance(self.cost, CostModel) and self.cost.rank_scale is not None:
             scale = np.asarray(self.cost.rank_scale)
         speeds: NDArray[np.float64] = np.asarray(self.speeds) / scale
-        if speeds.max() / speeds.min() > LARGEST_SPEED_RATIO:
+        if speeds.max() / LARGEST_SPEED_RATIO > speeds.min():
             raise ValueError(
                 f"the ranks' speeds must not differ by more than a factor of {LARGEST_SPEED_RATIO:g}, "
                 f"not as {speeds.tolist()} do; leave out a rank that slow"
@@ -305,7 +306,9 @@ class Planner:
                 largest = float(self.cost.sample_costs(self.sizes.max())) + self.cost.fixed
             else:
                 largest = float(self.cost.max())
-            load = np.float64(largest) * (self.global_batch + self.ranks) / slowest
+            samples = self.sizes.size if self.indices is None else self.indices.size
+            # Every sample alone in its micro-batch, and a filler per rank: no sum of loads is larger.
+            load = np.float64(largest) * (samples + self.ranks) / slowest
         if not np.isfinite(load):
             raise ValueError(
                 f"the largest sample costs {largest:g} and the slowest rank has a speed of {slowest:g}: "
@@ -315,7 +318,7 @@ class Planner:
 
 def _speeds(ranks: Any) -> tuple[float, ...]:
     """Return the ranks' relative speeds from a count or a sequence."""
-    if np.ndim(ranks) == 0:
+    if checks.dimensions("ranks", ranks) == 0:
         return (1.0,) * checks.integer("ranks", ranks, least=1, most=2**20)
     speeds = checks.vector("ranks (speeds)", ranks).astype(np.float64)
     if not (np.isfinite(speeds) & (speeds > 0)).all():

@@ -74,7 +74,8 @@ class BatchSampler(Sampler[list[int]]):
         planner = None if num_replicas is None else Planner(sizes, num_replicas, batch_size, checked)
         self.world = _world(None if planner is None else planner.ranks, rank, process_set)
         self._planner = planner or Planner(sizes, self.world.size, batch_size, checked)
-        if isinstance(refresh, int):
+        checked.refuse_unbuilt()
+        if refresh is not None and not isinstance(refresh, str):
             raise NotImplementedError(f"refresh={refresh!r} is not built yet; this version supports 'epoch' and None")
         self.batch_size = self._planner.batch_size
         self.drop_last = checked.drop_last
@@ -89,7 +90,7 @@ class BatchSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next iteration draws; an iteration under way goes on as planned."""
-        epoch = checks.integer("epoch", epoch, least=0)
+        epoch = checks.integer("epoch", epoch, least=0, most=checks.LARGEST_INT64)
         if epoch != self._epoch:
             self._epoch = epoch
             self._plan = None

@@ -30,6 +30,7 @@ class World:
     def __post_init__(self) -> None:
         checks.integer("size", self.size, least=1)
         checks.integer("rank", self.rank, least=0)
+        checks.integer("local_rank", self.local_rank, least=0)
         if self.rank >= self.size:
             raise ValueError(f"rank must be below the number of ranks, {self.size}; {self.rank} was given")
 

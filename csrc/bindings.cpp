@@ -150,6 +150,18 @@ PyObject* timer_stop(PyObject* self, PyObject* /*unused*/) {
   Py_RETURN_NONE;
 }
 
+/// The timer inside any Python object. pybind11's own conversion would make up one whose __init__ has not run.
+Timer& checked_timer(const py::object& self) {
+  if (!py::isinstance<Timer>(self)) {
+    throw py::type_error("a StepTimer is needed");
+  }
+  Timer* timer = timer_of(self.ptr());
+  if (timer == nullptr) {
+    throw py::error_already_set();
+  }
+  return *timer;
+}
+
 PyMethodDef timer_methods[] = {
     {"start", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&timer_start)), METH_FASTCALL | METH_KEYWORDS,
      "start($self, step=0, samples=0, size=0, size2=0, flops=0)\n--\n\nBegin a measurement of the given work."},
@@ -164,8 +176,8 @@ void register_timer(py::module_& module) {
   py::class_<Timer> timer(module, "StepTimer");
   timer.def(py::init<std::size_t>(), py::arg("capacity"))
       .def("drain",
-           [](Timer& self) {
-             const std::vector<Record> records = self.drain();
+           [](const py::object& self) {
+             const std::vector<Record> records = checked_timer(self).drain();
              // One flat dtype instead of a nested one: a record is seven int64 without padding.
              static_assert(sizeof(Record) == 7 * sizeof(std::int64_t));
              py::list fields;
@@ -175,8 +187,8 @@ void register_timer(py::module_& module) {
              const py::dtype dtype = py::dtype::from_args(fields);
              return py::array(dtype, {static_cast<py::ssize_t>(records.size())}, records.data());
            })
-      .def_property_readonly("overwritten", &Timer::overwritten)
-      .def_property_readonly("capacity", &Timer::capacity);
+      .def_property_readonly("overwritten", [](const py::object& self) { return checked_timer(self).overwritten(); })
+      .def_property_readonly("capacity", [](const py::object& self) { return checked_timer(self).capacity(); });
   for (PyMethodDef& method : timer_methods) {
     auto* type = reinterpret_cast<PyTypeObject*>(timer.ptr());
     timer.attr(method.ml_name) = py::reinterpret_steal<py::object>(PyDescr_NewMethod(type, &method));

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import ast
 import doctest
-import inspect
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -20,12 +20,29 @@ import chronica_hvd as chronica
 cost = chronica.CostModel(per_size2=0.5)
 print(chronica.plan([5, 3, 8, 1], ranks=2, batch_size=2, cost=cost).fingerprint)
 timer = chronica.StepTimer()
-chronica.World(rank=0, size=2)
+timer.start(samples=1)
+timer.stop()
+assert timer.drain()["samples"].tolist() == [1]
+assert chronica.World(rank=0, size=2).size == 2
+assert chronica.Plan.__name__ == "Plan"
 for name in ("BatchSampler", "DataLoader", "DistributedOptimizer", "average"):
     try:
         getattr(chronica, name)
     except ImportError as error:
         print(error)
+"""
+
+WITHOUT_HOROVOD = """
+import sys
+sys.modules["horovod"] = None
+import chronica_hvd as chronica
+
+sampler = chronica.BatchSampler([5, 3, 8, 1], 2, num_replicas=2, rank=1, shuffle=False)
+print(list(chronica.DataLoader([5, 3, 8, 1], batch_sampler=sampler, collate_fn=sum)))
+try:
+    chronica.BatchSampler([5, 3, 8, 1], 2)
+except RuntimeError as error:
+    print(error)
 """
 
 
@@ -43,14 +60,29 @@ def test_planning_needs_neither_torch_nor_horovod() -> None:
     assert all("torch" in error for error in errors)
 
 
+def test_a_sampler_given_by_hand_needs_no_horovod() -> None:
+    sums, error, _ = run(WITHOUT_HOROVOD)
+    sampler = chronica.BatchSampler([5, 3, 8, 1], 2, num_replicas=2, rank=1, shuffle=False)
+    assert sums == str([sum([5, 3, 8, 1][i] for i in batch) for batch in sampler])
+    assert "Horovod does not import" in error
+    assert "build-horovod" in error
+
+
 def test_importing_does_not_import_torch() -> None:
-    assert run("import sys, chronica_hvd; print('torch' in sys.modules)")[0] == "False"
+    loaded = run("import sys, chronica_hvd; print({'torch', 'horovod'} & set(sys.modules))")
+    assert loaded[0] == "set()"
 
 
 def test_public_names() -> None:
     assert set(chronica.__all__) <= set(dir(chronica))
     for name in chronica.__all__:
-        assert inspect.getdoc(getattr(chronica, name)), name
+        described = getattr(chronica, name).__doc__
+        # A dataclass without a docstring gets its signature as one.
+        assert described, name
+        assert not described.startswith(f"{name}("), name
+    namespace: dict[str, object] = {}
+    exec("from chronica_hvd import *", namespace)
+    assert set(namespace) - {"__builtins__"} == set(chronica.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'Sampler'"):
         _ = chronica.Sampler
 
@@ -67,5 +99,39 @@ def test_the_stub_names_what_the_extension_has() -> None:
     classes = {node.name: node for node in stub.body if isinstance(node, ast.ClassDef)}
     assert functions | set(classes) == {name for name in dir(_core) if not name.startswith("_")}
     for name, node in classes.items():
-        methods = {method.name for method in node.body if isinstance(method, ast.FunctionDef)} - {"__init__"}
-        assert methods == {member for member in dir(getattr(_core, name)) if not member.startswith("_")}
+        compiled = getattr(_core, name)
+        methods = [method for method in node.body if isinstance(method, ast.FunctionDef)]
+        assert {method.name for method in methods} - {"__init__"} == {n for n in dir(compiled) if n[0] != "_"}
+        for method in methods:
+            is_property = "property" in {d.id for d in method.decorator_list if isinstance(d, ast.Name)}
+            assert is_property == isinstance(vars(compiled)[method.name], property), method.name
+
+
+def parameters(node: ast.FunctionDef) -> list[str]:
+    """Return the names in order, with a star before those that are only taken by keyword."""
+    only = [argument.arg for argument in node.args.kwonlyargs]
+    return [argument.arg for argument in node.args.args] + (["*", *only] if only else [])
+
+
+@pytest.mark.parametrize(
+    "name", ["assign", "permutation", "StepTimer.__init__", "StepTimer.start", "StepTimer.stop", "StepTimer.drain"]
+)
+def test_the_stub_names_the_parameters_of_the_extension(name: str) -> None:
+    stub = (Path(chronica.__file__).parent / "_core.pyi").read_text()
+    *owner, function = name.split(".")
+    body = ast.parse(stub).body
+    compiled = _core
+    if owner:
+        (body,) = (node.body for node in body if isinstance(node, ast.ClassDef) and node.name == owner[0])
+        compiled = getattr(_core, owner[0])
+    (node,) = (node for node in body if isinstance(node, ast.FunctionDef) and node.name == function)
+    member = getattr(compiled, function)
+    if isinstance(member, types.MethodDescriptorType):
+        shown = f"def {function}{member.__text_signature__.replace('$', '')}"
+    else:
+        shown = f"def {member.__doc__.splitlines()[0]}"
+    (described,) = ast.parse(f"{shown}: ...").body
+    assert isinstance(described, ast.FunctionDef)
+    assert parameters(node) == parameters(described)
+    if isinstance(member, types.MethodDescriptorType):
+        assert list(map(ast.dump, node.args.defaults)) == list(map(ast.dump, described.args.defaults))

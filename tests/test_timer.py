@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -55,11 +57,17 @@ def test_arguments(arguments: tuple[Any, ...], keywords: dict[str, Any], expecte
     [
         ((1, 2, 3, 4, 5, 6), {}, TypeError, "at most 5 arguments .*6 were given"),
         ((1,), {"step": 2}, TypeError, "got step twice"),
+        ((1, 2, 3, 4, 5), {"flops": 5}, TypeError, "got flops twice"),
+        ((1, 2, 3, 4, 5), {"extra": 6}, TypeError, "no argument 'extra'; it takes step, samples"),
+        ((), {"flops": 1.0}, TypeError, "float"),
+        ((np.float64(1),), {}, TypeError, "float"),
         ((), {"steps": 2}, TypeError, "no argument 'steps'; it takes step, samples"),
         ((1.0,), {}, TypeError, "float"),
         (("1",), {}, TypeError, "str"),
         ((None,), {}, TypeError, "NoneType"),
         ((), {"size": 2**63}, OverflowError, "too big|too large"),
+        ((), {"size2": -(2**63) - 1}, OverflowError, "too big|too large"),
+        ((np.uint64(2**63),), {}, OverflowError, "too big|too large"),
     ],
 )
 def test_bad_arguments(arguments: Any, keywords: Any, error: type[Exception], message: str) -> None:
@@ -87,6 +95,33 @@ def test_a_full_ring_overwrites_the_oldest_and_counts() -> None:
         timer.stop()
     assert timer.overwritten == 6
     assert timer.drain()["step"].tolist() == [6, 7, 8, 9]
+
+
+def test_a_drained_ring_is_empty_wherever_it_stands() -> None:
+    timer = chronica.StepTimer(capacity=4)
+    for first in (0, 3, 6):
+        for step in range(first, first + 3):
+            timer.start(step)
+            timer.stop()
+        assert timer.drain()["step"].tolist() == [first, first + 1, first + 2]
+    assert timer.overwritten == 0
+
+
+def test_what_is_under_way_survives_drain() -> None:
+    timer = chronica.StepTimer(capacity=1)
+    timer.start(step=5)
+    assert len(timer.drain()) == 0
+    timer.stop()
+    assert timer.drain()["step"].tolist() == [5]
+
+
+def test_timers_are_independent() -> None:
+    timers = [chronica.StepTimer() for _ in range(2)]
+    for step, timer in enumerate(timers):
+        timer.start(step)
+    for timer in reversed(timers):
+        timer.stop()
+    assert [timer.drain()["step"].tolist() for timer in timers] == [[0], [1]]
 
 
 def test_it_measures_time() -> None:
@@ -122,8 +157,33 @@ def test_misuse_of_the_type_does_not_crash() -> None:
     for method in (bare.start, bare.stop):
         with pytest.raises(RuntimeError, match="__init__"):
             method()
-    with pytest.raises(TypeError):
-        chronica.StepTimer.start(object())  # type: ignore[arg-type]
+    for function in (chronica.StepTimer.start, chronica.StepTimer.stop, chronica.StepTimer.drain):
+        with pytest.raises(TypeError, match="StepTimer"):
+            function(object())  # type: ignore[arg-type]
+
+
+NOT_INITIALISED = """
+import chronica_hvd as chronica
+bare = chronica.StepTimer.__new__(chronica.StepTimer)
+try:
+    bare.{first}
+except (RuntimeError, TypeError) as error:
+    assert "__init__" in str(error), error
+else:
+    raise SystemExit("no error")
+try:
+    bare.start()
+except RuntimeError as error:
+    assert "__init__" in str(error), error
+"""
+
+
+@pytest.mark.parametrize("first", ["drain()", "overwritten", "capacity"])
+def test_nothing_is_read_before_init(first: str) -> None:
+    # In a process of its own: what is read without a check is memory that nobody has written.
+    program = NOT_INITIALISED.format(first=first)
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (finished.returncode, finished.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu")])
@@ -138,8 +198,13 @@ def test_host_devices(device: Any) -> None:
         ({"device": torch.device("cuda", 1)}, NotImplementedError, "CUDA device is not built yet"),
         ({"device": "tpu"}, ValueError, "device must be None, 'cpu' or 'cuda', not 'tpu'"),
         ({"device": 3}, ValueError, "device must be None, 'cpu' or 'cuda', not 3"),
+        ({"device": "CPU"}, ValueError, "device must be None, 'cpu' or 'cuda', not 'CPU'"),
+        ({"device": torch.device("meta")}, ValueError, "device must be None, 'cpu' or 'cuda', not .*meta"),
+        ({"capacity": "8"}, TypeError, "capacity must be an integer, not '8'"),
+        ({"capacity": None}, TypeError, "capacity must be an integer, not None"),
+        ({"capacity": -1}, ValueError, "capacity must be at least 1, not -1"),
         ({"capacity": 0}, ValueError, "capacity must be at least 1, not 0"),
-        ({"capacity": 2**40}, ValueError, "capacity must be at most"),
+        ({"capacity": 2**40}, ValueError, "capacity must be at most 16777216, not 1099511627776"),
         ({"capacity": 1.5}, TypeError, "capacity must be an integer, not 1.5"),
         ({"capacity": True}, TypeError, "capacity must be an integer, not True"),
         ({"capacity": -1, "device": "cuda"}, ValueError, "capacity must be at least 1, not -1"),
