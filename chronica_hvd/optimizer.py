@@ -57,7 +57,7 @@ def DistributedOptimizer(  # noqa: N802 (it takes the place of hvd.DistributedOp
     TypeError, ValueError
         An argument is not allowed; ``op=hvd.Adasum`` among them, which reduces parameter differences, not gradients.
     NotImplementedError
-        ``backward_passes_per_step`` above 1 with a sampler.
+        ``backward_passes_per_step`` above 1 with a sampler; a second optimizer for the same sampler.
     RuntimeError
         Horovod is missing or not initialised. From ``backward()``: no step was taken from the sampler's loader, or too
         many, so that the weight would be a guess. From ``synchronize()`` or ``step()``: the ranks' plans differ.
@@ -89,12 +89,12 @@ def DistributedOptimizer(  # noqa: N802 (it takes the place of hvd.DistributedOp
         raise NotImplementedError("backward_passes_per_step above 1 with a sampler is not built yet")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     refuse_weighed(parameters)
-    wrapped = hvd.DistributedOptimizer(optimizer, named_parameters, **options)
     # The sampler may have been told its rank by hand; the plans are compared over the ranks that combine gradients.
     world = dataclasses.replace(sampler.world, process_set=options["process_set"])
     weigher = Weigher(sampler.progress, world, name=str(next(_numbers)))
+    sampler.progress.attach(weigher, lookahead)
+    wrapped = hvd.DistributedOptimizer(optimizer, named_parameters, **options)
     weigher.watch(parameters)
-    sampler.progress.attach(lookahead)
     return _with_weigher(_with_weight(wrapped, sampler), weigher)
 
 

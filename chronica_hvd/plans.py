@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
@@ -108,6 +109,10 @@ class Plan:
             little_endian = array.astype(array.dtype.newbyteorder("<"), copy=False)
             digest.update(np.ascontiguousarray(little_endian).data)
         return digest.hexdigest()
+
+    def __reduce__(self) -> tuple[type[Plan], tuple[object, ...]]:
+        # Copies and pickles are made by the constructor, so that their arrays are read-only too.
+        return Plan, tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
     def __eq__(self, other: object) -> bool:
         return self.fingerprint == other.fingerprint if isinstance(other, Plan) else NotImplemented

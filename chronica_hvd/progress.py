@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from dataclasses import dataclass
 
@@ -28,10 +29,23 @@ class Progress:
         self._open: deque[StepTicket] = deque()
         self._finished: StepTicket | None = None  # the last one, until the loop turns to another
         self._iteration = 0
+        self._owner: weakref.ref[object] | None = None  # of an optimizer
         self._lookahead: int | None = None  # None without an optimizer
 
-    def attach(self, lookahead: int) -> None:
-        """Note that an optimizer finishes the steps, and how many further ones a wrapper may have taken ahead."""
+    def attach(self, owner: object, lookahead: int) -> None:
+        """Note who finishes the steps, and how many further ones a wrapper may have taken ahead.
+
+        Raises
+        ------
+        NotImplementedError
+            An earlier owner is still alive: each step would be finished twice.
+        """
+        if self._owner is not None and self._owner() not in (None, owner):
+            raise NotImplementedError(
+                "this sampler already serves another optimizer, and two that share one are not built yet "
+                "(to wrap anew, delete that optimizer and call gc.collect())"
+            )
+        self._owner = weakref.ref(owner)
         self._lookahead = lookahead
 
     def begin(self) -> int:
@@ -117,6 +131,7 @@ class Progress:
             raise RuntimeError(
                 f"{len(self._open)} steps were taken from the loader since the last optimizer.step(), so the weight of "
                 f"this gradient or value is unknown (lookahead={lookahead} allows {1 + lookahead}). Train on every "
-                "batch taken; if a wrapper reads ahead, say by how much: DistributedOptimizer(..., lookahead=1)"
+                "batch taken (to evaluate, give a sampler and loader of its own); if a wrapper reads ahead, say by "
+                "how much: DistributedOptimizer(..., lookahead=1)"
             )
         return self._open[0]

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -194,8 +197,13 @@ def test_an_array_of_costs_is_as_good_as_its_model() -> None:
     assert chronica.plan(sizes, 4, 8, cost=model.sample_costs(sizes), padding="none") == by_model
 
 
-def test_plans_are_frozen() -> None:
-    plan = chronica.plan([3, 1, 2], 2, 1)
+@pytest.mark.parametrize("copied", [lambda plan: plan, copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan))])
+def test_plans_and_their_copies_are_frozen(copied: Callable[[chronica.Plan], chronica.Plan]) -> None:
+    original = chronica.plan([3, 1, 2], 2, 1)
+    assert (original.makespans > 0).all()
+    plan = copied(original)
+    assert plan == original
+    assert plan.optimality == original.optimality
     for name in ("indices", "offsets", "counts", "weights", "loads", "lower_bounds", "makespans"):
         assert not getattr(plan, name).flags.writeable, name
     assert not plan.batches(0, 0)[0].flags.writeable

@@ -8,11 +8,18 @@ from chronica_hvd.progress import Progress, StepTicket
 TICKETS = [StepTicket(0, step, weight, "") for step, weight in enumerate([0.5, 1.5, 1.0, 2.0])]
 
 
+class Owner:
+    """Stands for an optimizer."""
+
+
+OWNER = Owner()
+
+
 def taken(lookahead: int | None, steps: int) -> Progress:
     """Return the progress of a loop that has taken so many steps and finished none."""
     progress = Progress()
     if lookahead is not None:
-        progress.attach(lookahead)
+        progress.attach(OWNER, lookahead)
     iteration = progress.begin()
     for ticket in TICKETS[:steps]:
         progress.hand_out(iteration, ticket)
@@ -21,7 +28,7 @@ def taken(lookahead: int | None, steps: int) -> Progress:
 
 def test_steps_are_finished_in_order() -> None:
     progress = Progress()
-    progress.attach(0)
+    progress.attach(OWNER, 0)
     iteration = progress.begin()
     for ticket in TICKETS:
         progress.hand_out(iteration, ticket)
@@ -76,6 +83,16 @@ def test_a_new_iteration_forgets_the_old_one() -> None:
         progress.hand_out(iteration - 1, TICKETS[1])
     progress.hand_out(iteration, TICKETS[0])
     assert progress.work() is TICKETS[0]
+
+
+def test_two_optimizers_cannot_share_a_sampler() -> None:
+    progress = taken(0, 1)
+    progress.attach(OWNER, 1)
+    with pytest.raises(NotImplementedError, match="already serves another optimizer"):
+        progress.attach(Owner(), 0)
+    other = Progress()
+    other.attach(Owner(), 0)  # gone at once
+    other.attach(OWNER, 0)
 
 
 def test_without_an_optimizer_the_step_taken_last_counts() -> None:

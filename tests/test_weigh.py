@@ -15,8 +15,8 @@ class Loop:
 
     def __init__(self, *parameters: torch.nn.Parameter) -> None:
         self.progress = Progress()
-        self.progress.attach(0)
         self.weigher = Weigher(self.progress, World(0, 1), "test")
+        self.progress.attach(self.weigher, 0)
         self.weigher.watch(parameters)
         self.iteration = self.progress.begin()
 
