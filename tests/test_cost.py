@@ -188,6 +188,18 @@ def test_bad_coefficients(options: dict[str, Any], error: type[Exception], messa
         chronica.CostModel(**options)
 
 
+@pytest.mark.parametrize(
+    ("speeds", "scale", "shown"),
+    [([1e308, 1e308], [1e-10, 1e-10], "inf"), ([1e-308, 1e-308], [1e18, 1e18], r"\b0(\.0)?\b")],
+)
+@pytest.mark.parametrize("sizes", [[3, 1, 2], [0, 0, 0]])
+def test_scaled_speeds_stay_positive_and_finite(
+    sizes: list[int], speeds: list[float], scale: list[float], shown: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"speed.*{shown}"):
+        chronica.plan(sizes, speeds, 1, cost=chronica.CostModel(rank_scale=scale))
+
+
 def test_it_is_a_value() -> None:
     model = chronica.CostModel(np.float32(1), 2, 3, 4, rank_scale=np.array([1, 2]))
     assert model == chronica.CostModel(1.0, 2.0, 3.0, 4.0, rank_scale=(1.0, 2.0))

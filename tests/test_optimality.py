@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
+from itertools import combinations, pairwise, product
 
 import numpy as np
 import pytest
@@ -42,7 +42,7 @@ def test_small_plans_against_brute_force(padded: bool, equal: bool) -> None:
     ratios = []
     for trial in range(120):
         ranks = int(engine.integers(1, 4))
-        samples = int(engine.integers(ranks, 8))
+        samples = int(engine.integers(ranks, 9))
         sizes = np.ceil(engine.lognormal(3, 1.2, samples)).astype(int).tolist()
         speeds = [1.0] * ranks if trial % 2 else engine.choice([1.0, 0.5, 0.4, 2.0], ranks).tolist()
         plan = chronica.plan(
@@ -62,6 +62,47 @@ def test_small_plans_against_brute_force(padded: bool, equal: bool) -> None:
         assert max(ratios) <= 1 + 1e-9  # one padded batch a rank: the cut is exact
     else:
         assert np.mean(ratios) <= 1.02
+
+
+@pytest.mark.parametrize("local_batch", ["free", "equal"])
+@pytest.mark.parametrize("padding", ["none", "max"])
+@pytest.mark.parametrize("speeds", [[1.0] * 2, [1.0] * 4, [1.0, 0.5, 0.25], [0.1, 2.0, 1.0, 1.0]], ids=str)
+def test_steps_with_fillers_against_brute_force(padding: str, local_batch: str, speeds: list[float]) -> None:
+    engine = np.random.default_rng(12)
+    for samples in range(1, len(speeds)):
+        sizes = np.ceil(engine.lognormal(3, 1.2, samples)).astype(int).tolist()
+        plan = chronica.plan(sizes, speeds, 8, shuffle=False, cost=COST, padding=padding, local_batch=local_batch)
+        best = best_with_fillers(sizes, speeds, padding == "max", local_batch == "equal")
+        assert plan.makespans[0] >= best * (1 - 1e-12)
+        assert plan.lower_bounds[0] <= best * (1 + 1e-12)
+        if local_batch == "equal" or len(set(speeds)) == 1:
+            assert plan.makespans[0] == pytest.approx(best, rel=1e-9)
+
+
+def best_with_fillers(sizes: list[int], speeds: list[float], padded: bool, equal: bool) -> float:
+    """Return the least makespan of fewer samples than ranks, where a rank without one repeats the cheapest."""
+    costs = COST.sample_costs(np.array(sizes))
+    best = float("inf")
+    for owners in product(range(len(speeds)), repeat=len(sizes)):
+        shares = [[cost for cost, owner in zip(costs, owners, strict=True) if owner == r] for r in range(len(speeds))]
+        if equal and max(map(len, shares)) > 1:
+            continue
+        held = [share or [costs.min()] for share in shares]
+        loads = [COST.fixed + (len(own) * max(own) if padded else sum(own)) for own in held]
+        best = min(best, max(load / speed for load, speed in zip(loads, speeds, strict=True)))
+    return float(best)
+
+
+def test_of_equally_fast_cuts_the_cheapest_is_taken() -> None:
+    engine = np.random.default_rng(13)
+    for _ in range(100):
+        samples = int(engine.integers(4, 13))
+        sizes = np.ceil(engine.lognormal(3, 1.2, samples)).astype(int)
+        plan = chronica.plan(sizes, 3, samples, shuffle=False)
+        descending = np.sort(sizes)[::-1]
+        cuts = [(0, *middle, samples) for middle in combinations(range(1, samples), 2)]
+        loads = [[(end - first) * descending[first] for first, end in pairwise(cut)] for cut in cuts]
+        assert (plan.makespans[0], plan.loads.sum()) == min((max(own), sum(own)) for own in loads)
 
 
 @pytest.mark.parametrize(("ranks", "limit"), [(8, 1.0002), (32, 1.0002), ([1, 1, 1, 0.5], 1.0005)])

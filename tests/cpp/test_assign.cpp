@@ -4,6 +4,7 @@
 #include <limits>
 #include <numeric>
 #include <random>
+#include <span>
 #include <vector>
 
 #include "assign.hpp"
@@ -40,6 +41,7 @@ void check_assignment(const Block& block) {
       CHECK(result.counts[at] >= 1);
     }
 
+    const auto in_drawn_order = block.costs.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(in_step));
     double sum = 0.0;
     double largest = 0.0;
     for (std::int64_t i = result.offsets[at]; i < result.offsets[at + 1]; ++i) {
@@ -48,6 +50,10 @@ void check_assignment(const Block& block) {
       seen[static_cast<std::size_t>(position)] += result.counts[at] > 0 ? 1 : 0;
       sum += block.costs[static_cast<std::size_t>(position)];
       largest = std::max(largest, block.costs[static_cast<std::size_t>(position)]);
+    }
+    if (result.counts[at] == 0) {
+      CHECK(in_step < ranks);
+      CHECK(largest == *std::min_element(in_drawn_order.begin(), in_drawn_order.end()));
     }
     const double cost = block.fixed_cost + (block.padded ? static_cast<double>(held) * largest : sum);
     const double load = cost / block.speeds[static_cast<std::size_t>(place % ranks)];
@@ -66,7 +72,7 @@ void check_assignment(const Block& block) {
 void check_all_modes(const std::vector<double>& costs, const std::vector<double>& speeds, std::int64_t global_batch) {
   for (const bool padded : {false, true}) {
     for (const bool equal : {false, true}) {
-      for (const double fixed : {0.0, 3.0}) {
+      for (const double fixed : {0.0, 3.0, 1e18}) {
         check_assignment({costs, fixed, speeds, global_batch, padded, equal});
       }
     }
@@ -104,6 +110,8 @@ void strange_costs() {
   for (std::size_t i = 0; i < whole_range.size(); ++i) {
     whole_range[i] = std::pow(huge, static_cast<double>(i) / 299.0);
   }
+  std::vector<double> tiny_and_huge(300, 1e-300);
+  tiny_and_huge[7] = 1e280;
   std::vector<double> sorted(300);
   std::iota(sorted.begin(), sorted.end(), 0.0);
   const std::vector<std::vector<double>> all = {
@@ -113,7 +121,9 @@ void strange_costs() {
       std::vector<double>(300, 1e-300),
       std::vector<double>(300, 1e280),
       one_giant,
+      std::vector<double>(300, std::numeric_limits<double>::denorm_min()),
       whole_range,
+      tiny_and_huge,
       sorted,
   };
   for (const auto& costs : all) {
@@ -123,6 +133,31 @@ void strange_costs() {
     }
     check_all_modes(costs, {1.0, std::ldexp(1.0, -20)}, 16);
     check_all_modes(costs, {1e-15, 3e-15, 2e-15}, 24);
+  }
+  // A step's summed load stays just below the largest double.
+  check_all_modes(std::vector<double>(100, std::numeric_limits<double>::max() / 512.0), speeds_of(3, true), 24);
+}
+
+void steps_do_not_depend_on_each_other() {
+  std::mt19937_64 engine(6);
+  std::vector<double> costs(100);
+  std::generate(costs.begin(), costs.end(), [&] { return std::ldexp(1.0, static_cast<int>(engine() % 50)); });
+  const auto speeds = speeds_of(4, true);
+  constexpr std::size_t kGlobalBatch = 24;
+  for (const bool padded : {false, true}) {
+    const Assignment whole = chronica::assign({costs, 2.0, speeds, kGlobalBatch, padded, false});
+    for (std::size_t first = 0; first < costs.size(); first += kGlobalBatch) {
+      const std::size_t count = std::min(kGlobalBatch, costs.size() - first);
+      const auto own = std::span<const double>(costs).subspan(first, count);
+      const Assignment alone = chronica::assign({own, 2.0, speeds, kGlobalBatch, padded, false});
+      for (std::size_t i = 0; i < count; ++i) {
+        CHECK(whole.positions[first + i] == static_cast<std::int64_t>(first) + alone.positions[i]);
+      }
+      const std::size_t step = first / kGlobalBatch;
+      CHECK(std::equal(alone.loads.begin(), alone.loads.end(),
+                       whole.loads.begin() + static_cast<std::ptrdiff_t>(step * speeds.size())));
+      CHECK(alone.lower_bounds.front() == whole.lower_bounds[step]);
+    }
   }
 }
 
@@ -142,6 +177,7 @@ void it_is_deterministic() {
 int main() {
   sizes_and_ranks();
   strange_costs();
+  steps_do_not_depend_on_each_other();
   it_is_deterministic();
   return failures;
 }

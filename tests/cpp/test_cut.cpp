@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <limits>
 #include <numeric>
 #include <random>
@@ -85,8 +86,22 @@ void cheapest_cut_is_exact() {
   }
 }
 
-/// No makespan is smaller than the best by more than one unit of the integer costs (capacities of slow ranks round
-/// down).
+/// One sample, as many batches as samples and more, nothing to cut, and one sample that dwarfs the others.
+void cheapest_cut_at_the_edges() {
+  std::vector<double> giant(30, 1.0);
+  giant[11] = std::ldexp(1.0, 40);
+  for (const auto& costs : {std::vector<double>{5.0}, std::vector<double>(20, 0.0), std::vector<double>(20, 3.0),
+                            std::vector<double>{1.0, 2.0, 3.0}, giant}) {
+    const Step step(costs, 0.0, 4);
+    for (const std::int64_t batches : {1, 2, 3, 20, 1000}) {
+      CHECK(chronica::cheapest_cut(step, batches) == cheapest_by_trying(step, batches));
+    }
+    CHECK(chronica::cheapest_cut(step, 1) == step.samples() * step.cost.front());
+    CHECK(chronica::cheapest_cut(step, 1000) == std::accumulate(step.cost.begin(), step.cost.end(), std::int64_t{0}));
+  }
+}
+
+/// No makespan misses the best by more than two units of the integer costs (capacities of slow ranks round down).
 void padded_cuts_are_optimal() {
   std::mt19937 engine(2);
   for (int trial = 0; trial < 400; ++trial) {
@@ -132,6 +147,7 @@ void many_speeds_fall_back() {
 
 int main() {
   cheapest_cut_is_exact();
+  cheapest_cut_at_the_edges();
   padded_cuts_are_optimal();
   many_speeds_fall_back();
   return failures;

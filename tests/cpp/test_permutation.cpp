@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cstdint>
 #include <vector>
 
 #include "check.hpp"
@@ -10,6 +11,10 @@ int main() {
   // Drawn by torch.randperm with torch.Generator().manual_seed(seed).
   CHECK((chronica::permutation(10, 0) == Order{4, 1, 7, 5, 3, 9, 0, 8, 6, 2}));
   CHECK((chronica::permutation(10, 7) == Order{5, 0, 3, 4, 1, 7, 9, 6, 8, 2}));
+  CHECK((chronica::permutation(10, 4294967301) == Order{1, 4, 9, 6, 3, 5, 0, 2, 8, 7}));
+  CHECK((chronica::permutation(10, static_cast<std::uint64_t>(-3)) == Order{1, 9, 7, 8, 5, 4, 3, 2, 6, 0}));
+  CHECK((chronica::permutation(10, std::uint64_t{1} << 63U) == Order{4, 1, 7, 5, 3, 9, 0, 8, 6, 2}));
+  CHECK((chronica::permutation(10, (std::uint64_t{1} << 63U) - 1) == Order{1, 4, 6, 2, 0, 5, 8, 7, 9, 3}));
   CHECK((chronica::permutation(5, 4294967301) == Order{1, 3, 0, 4, 2}));
   CHECK((chronica::permutation(8, static_cast<std::uint64_t>(-3)) == Order{3, 6, 7, 1, 2, 0, 5, 4}));
   CHECK(chronica::permutation(0, 1).empty());

@@ -1,5 +1,9 @@
+#include <chrono>
+#include <cstdint>
 #include <memory>
+#include <stdexcept>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "check.hpp"
@@ -65,7 +69,10 @@ void an_unfinished_measurement_is_given_up() {
   Timer timer(4);
   timer.start({0, 0, 0, 0, 0});
   measure(timer, 1);
-  CHECK(drained_steps(timer) == Steps{1});
+  const auto records = timer.drain();
+  CHECK(records.size() == 1);
+  CHECK(records.front().work.step == 1);
+  CHECK(records.front().start_ns == 2 && records.front().elapsed_ns == 1);  // of the second start
 }
 
 void the_oldest_is_overwritten_and_counted() {
@@ -94,6 +101,33 @@ void what_is_not_ready_stays() {
   CHECK(drained_steps(timer).empty());
   clock.state->complete = 8;
   CHECK((drained_steps(timer) == Steps{2, 3}));
+}
+
+void what_is_not_ready_is_overwritten_too() {
+  const LateClock clock;
+  clock.state->complete = 0;
+  Timer timer(3, clock);
+  for (std::int64_t step = 0; step < 5; ++step) {
+    measure(timer, step);  // stops at 2, 4, 6, 8, 10
+    CHECK(timer.drain().empty());
+  }
+  CHECK(timer.overwritten() == 2);
+  clock.state->complete = 7;  // of steps 0, 1, 2; the first two are lost
+  CHECK(drained_steps(timer) == Steps{2});
+  measure(timer, 5);
+  CHECK(timer.overwritten() == 2);
+  clock.state->complete = 100;
+  CHECK((drained_steps(timer) == Steps{3, 4, 5}));
+}
+
+void moving_takes_the_measurements_along() {
+  Timer timer(2);
+  measure(timer, 8);
+  timer.start({9, 0, 0, 0, 0});
+  Timer moved = std::move(timer);
+  CHECK(moved.stop());
+  CHECK(moved.capacity() == 2);
+  CHECK((drained_steps(moved) == Steps{8, 9}));
 }
 
 void needs_a_capacity() {
@@ -128,6 +162,8 @@ int main() {
   an_unfinished_measurement_is_given_up();
   the_oldest_is_overwritten_and_counted();
   what_is_not_ready_stays();
+  what_is_not_ready_is_overwritten_too();
+  moving_takes_the_measurements_along();
   needs_a_capacity();
   the_steady_clock_measures_time();
   return failures;
