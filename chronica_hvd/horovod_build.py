@@ -78,17 +78,21 @@ def cached_wheel(options: dict[str, str], cache: Path | None = None) -> Path:
     return root / f"{HOROVOD_VERSION}-torch{torch_version}-{python}-{digest}"
 
 
+def check_modules() -> None:
+    """Raise :class:`BuildError` naming the Python modules that are missing."""
+    missing = [module for module in NEEDED if importlib.util.find_spec(module) is None]
+    if missing:
+        packages = " ".join(NEEDED[module] for module in missing)
+        raise BuildError(f"Horovod needs {', '.join(missing)} in this Python: pip install {packages}")
+
+
 def check_tools() -> None:
-    """Raise :class:`BuildError` naming what the build lacks: a C++ compiler, make, or a Python module."""
+    """Raise :class:`BuildError` if there is no C++ compiler or no make."""
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None:
         raise BuildError(f"no C++ compiler: {compiler!r} is not on PATH; install g++ or clang++, or set CXX to yours")
     if shutil.which("make") is None:
         raise BuildError("make is not on PATH; Horovod's build needs it: install make")
-    missing = [module for module in NEEDED if importlib.util.find_spec(module) is None]
-    if missing:
-        packages = " ".join(NEEDED[module] for module in missing)
-        raise BuildError(f"Horovod needs {', '.join(missing)} in this Python: pip install {packages}")
 
 
 def build(log: Path, options: dict[str, str], destination: Path) -> Path:
@@ -134,12 +138,13 @@ def provide_wheel(cache: Path | None = None) -> Path:
     BuildError
         A tool is missing or a step failed.
     """
-    check_tools()
+    check_modules()
     options = build_options()
     folder = cached_wheel(options, cache)
     wheels = sorted(folder.glob("horovod-*.whl"))
     if wheels:
         return wheels[0]
+    check_tools()
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "build.log"
     print(f"building Horovod {HOROVOD_VERSION}: two to four minutes, once per machine (log: {log})", flush=True)

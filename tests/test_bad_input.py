@@ -232,7 +232,6 @@ def test_unknown_options() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"rank": 2}, ValueError, "rank must be below the number of ranks, 2; 2 was given"),
         ({"rank": -1}, ValueError, "rank must be at least 0, not -1"),
         ({"rank": 0.0}, TypeError, "rank must be an integer, not 0.0"),
         ({"rank": True}, TypeError, "rank must be an integer, not True"),

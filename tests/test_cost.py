@@ -200,6 +200,12 @@ def test_scaled_speeds_stay_positive_and_finite(
         chronica.plan(sizes, speeds, 1, cost=chronica.CostModel(rank_scale=scale))
 
 
+def test_the_largest_ratio_of_speeds_is_allowed() -> None:
+    assert chronica.plan([1, 2], [1, 2.0**-20], 1) == chronica.plan(
+        [1, 2], 2, 1, cost=chronica.CostModel(rank_scale=[1, 2**20])
+    )
+
+
 def test_it_is_a_value() -> None:
     model = chronica.CostModel(np.float32(1), 2, 3, 4, rank_scale=np.array([1, 2]))
     assert model == chronica.CostModel(1.0, 2.0, 3.0, 4.0, rank_scale=(1.0, 2.0))

@@ -56,6 +56,7 @@ def check(plan: chronica.Plan, sizes: Any, batch_size: int, steps: list[list[int
         (858, 4, 8),
         (999, 7, 5),
         (50, 2, 1000),
+        (523, 2, 2),  # several blocks of steps
     ],
 )
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -63,7 +64,7 @@ def test_every_sample_counts_once_where_distributed_sampler_puts_it(
     mode: dict[str, str], samples: int, ranks: int, batch_size: int, shuffle: bool
 ) -> None:
     sizes = lognormal(samples)
-    for seed, epoch in ((0, 0), (3, 5)):
+    for seed, epoch in ((0, 0), (3, 5), (-9, 2)):
         plan = chronica.plan(sizes, ranks, batch_size, shuffle=shuffle, seed=seed, epoch=epoch, **mode)
         steps = distributed_sampler_steps(samples, ranks, batch_size, shuffle=shuffle, seed=seed, epoch=epoch)
         check(plan, sizes, batch_size, steps)
@@ -79,7 +80,7 @@ def test_every_sample_counts_once_where_distributed_sampler_puts_it(
     speeds=st.lists(st.sampled_from([1.0, 1.0, 0.5, 0.3, 3.0]), min_size=1, max_size=6),
     batch_size=st.integers(1, 9),
     mode=st.sampled_from(MODES),
-    seed=st.integers(0, 2**40),
+    seed=st.integers(-(2**63), 2**64 - 1),
     fixed=st.sampled_from([0.0, 5.0]),
 )
 def test_any_sizes_and_speeds(
@@ -97,7 +98,8 @@ def test_drop_last_drops_only_the_short_step() -> None:
     whole, dropped = (chronica.plan(sizes, 3, 7, drop_last=drop) for drop in (False, True))
     assert (whole.steps, dropped.steps) == (5, 4)
     assert [step_samples(dropped, k) for k in range(4)] == [step_samples(whole, k) for k in range(4)]
-    assert chronica.plan(sizes[:84], 3, 7, drop_last=True).steps == 4
+    for steps in (1, 4):  # nothing to drop
+        assert chronica.plan(sizes[: steps * 21], 3, 7, drop_last=True).steps == steps
 
 
 def test_indices_are_the_drawn_order() -> None:
