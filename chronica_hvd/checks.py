@@ -13,9 +13,14 @@ from numpy.typing import NDArray
 LARGEST_INT64 = 2**63 - 1
 
 
+def _is_bool(value: object) -> bool:
+    """Whether a value is a bool of Python's or of an array library's."""
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
+
+
 def integer(name: str, value: object, least: int | None = None, most: int | None = None) -> int:
     """Return ``value`` as an int between ``least`` and ``most``; a bool or a float is a TypeError."""
-    if isinstance(value, bool | np.bool_):
+    if _is_bool(value):
         raise TypeError(f"{name} must be an integer, not {value!r}")
     try:
         number = operator.index(value)  # type: ignore[arg-type]
@@ -30,7 +35,7 @@ def integer(name: str, value: object, least: int | None = None, most: int | None
 
 def real(name: str, value: object, least: float = -math.inf) -> float:
     """Return ``value`` as a finite float of at least ``least``; a bool or a string is a TypeError."""
-    if isinstance(value, bool | np.bool_ | str | bytes):
+    if _is_bool(value) or isinstance(value, str | bytes):
         raise TypeError(f"{name} must be a number, not {value!r}")
     try:
         number = float(value)  # type: ignore[arg-type]
@@ -60,6 +65,8 @@ def choice(name: str, value: object, allowed: Sequence[str | None]) -> None:
 
 def vector(name: str, values: Any) -> NDArray[Any]:
     """Return ``values`` as a one-dimensional array of integers or floats, read in place where possible, not empty."""
+    if np.ma.is_masked(values):
+        raise TypeError(f"{name} must hold a number everywhere, not masked values; fill or drop them")
     try:
         array = np.asarray(values)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -69,18 +76,20 @@ def vector(name: str, values: Any) -> NDArray[Any]:
     if array.size == 0:
         raise ValueError(f"{name} is empty; at least one value is needed")
     if array.dtype == np.uint64 or array.dtype == object:
-        array = _as_int64(name, array)
+        array = _as_numbers(name, array)
     if array.dtype.kind not in "iuf":
         raise TypeError(f"{name} must hold integers or floats, not {array.dtype}")
     return array
 
 
-def _as_int64(name: str, array: NDArray[Any]) -> NDArray[np.int64]:
-    """Narrow unsigned and Python integers to int64, or say which one does not fit."""
+def _as_numbers(name: str, array: NDArray[Any]) -> NDArray[Any]:
+    """Turn unsigned and Python numbers into int64 (float64 if there are floats), or say which one does not fit."""
     if array.dtype == object:
         for position, value in enumerate(array):
-            if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
                 raise TypeError(f"{name} must hold numbers, not {value!r} (position {position})")
+        if any(isinstance(value, float | np.floating) for value in array):
+            return array.astype(np.float64)
     _refuse_first(name, array, array < 0, "not be negative")
     _refuse_first(name, array, array > LARGEST_INT64, f"be at most {LARGEST_INT64} (int64)")
     return array.astype(np.int64)

@@ -239,7 +239,8 @@ class Planner:
         sizes = self.sizes[indices].astype(np.float64)
         real = counts.ravel() > 0
         padded = float((counts.ravel() * np.maximum.reduceat(sizes, offsets[:-1]))[real].sum())
-        return 1.0 - float(np.add.reduceat(sizes, offsets[:-1])[real].sum()) / padded if padded > 0.0 else 0.0
+        held = float(np.add.reduceat(sizes, offsets[:-1])[real].sum())
+        return max(0.0, 1.0 - held / padded) if padded > 0.0 else 0.0
 
     def _indices(self, indices: Any) -> NDArray[np.int64] | None:
         if indices is None:
@@ -290,7 +291,10 @@ class Planner:
         scale: Any = 1.0
         if isinstance(self.cost, CostModel) and self.cost.rank_scale is not None:
             scale = np.asarray(self.cost.rank_scale)
-        speeds: NDArray[np.float64] = np.asarray(self.speeds) / scale
+        with np.errstate(over="ignore", under="ignore"):
+            speeds: NDArray[np.float64] = np.asarray(self.speeds) / scale
+        if not (np.isfinite(speeds) & (speeds > 0.0)).all():
+            raise ValueError(f"speed ÷ rank_scale must be positive and finite on every rank, not {speeds.tolist()}")
         if speeds.max() / LARGEST_SPEED_RATIO > speeds.min():
             raise ValueError(
                 f"the ranks' speeds must not differ by more than a factor of {LARGEST_SPEED_RATIO:g}, "

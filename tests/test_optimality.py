@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import combinations, pairwise, product
+from itertools import product
 
 import numpy as np
 import pytest
@@ -91,18 +91,6 @@ def best_with_fillers(sizes: list[int], speeds: list[float], padded: bool, equal
         loads = [COST.fixed + (len(own) * max(own) if padded else sum(own)) for own in held]
         best = min(best, max(load / speed for load, speed in zip(loads, speeds, strict=True)))
     return float(best)
-
-
-def test_of_equally_fast_cuts_the_cheapest_is_taken() -> None:
-    engine = np.random.default_rng(13)
-    for _ in range(100):
-        samples = int(engine.integers(4, 13))
-        sizes = np.ceil(engine.lognormal(3, 1.2, samples)).astype(int)
-        plan = chronica.plan(sizes, 3, samples, shuffle=False)
-        descending = np.sort(sizes)[::-1]
-        cuts = [(0, *middle, samples) for middle in combinations(range(1, samples), 2)]
-        loads = [[(end - first) * descending[first] for first, end in pairwise(cut)] for cut in cuts]
-        assert (plan.makespans[0], plan.loads.sum()) == min((max(own), sum(own)) for own in loads)
 
 
 @pytest.mark.parametrize(("ranks", "limit"), [(8, 1.0002), (32, 1.0002), ([1, 1, 1, 0.5], 1.0005)])
