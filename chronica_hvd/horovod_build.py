@@ -171,7 +171,7 @@ def install(cache: Path | None = None) -> Path:
     wheel = provide_wheel(cache)
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--force-reinstall", "--no-deps", str(wheel)]
     if subprocess.run(command).returncode != 0:
-        raise BuildError(f"pip could not install {wheel}")
+        raise BuildError(f"pip could not install {wheel}; if it is damaged, delete that file and build again")
     if not is_usable():
         raise BuildError(f"{wheel} is installed but horovod.torch does not import; delete that file and build again")
     return wheel

@@ -30,7 +30,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     TypeError
         The sampler is another one.
     ValueError
-        The data set's length is not the number of sizes.
+        The data set's length is not the number of sizes, or ``in_order=False``.
     """
 
     batch_sampler: BatchSampler
@@ -46,6 +46,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 f"the sampler has {batch_sampler.samples} sizes, but the data set has {len(dataset)} samples; "
                 "give one size per sample"
             )
+        if options.get("in_order") is False:
+            raise ValueError("in_order must be True, not False: a batch out of order would get another step's weight")
         super().__init__(dataset, batch_sampler=batch_sampler, **options)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]

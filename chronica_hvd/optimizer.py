@@ -74,7 +74,10 @@ def DistributedOptimizer(  # noqa: N802 (it takes the place of hvd.DistributedOp
     unknown = [name for name in options if name not in known]
     if unknown:
         raise TypeError(f"unknown option {unknown[0]!r}; Horovod's options are {', '.join(known)}")
-    if options.get("op") == hvd.Adasum:
+    op = options.get("op")
+    if not any(op is allowed or op == allowed for allowed in (None, hvd.Average, hvd.Sum, hvd.Adasum)):
+        raise ValueError(f"op must be hvd.Average or hvd.Sum, not {op!r}")
+    if op == hvd.Adasum:
         raise ValueError(
             "op=hvd.Adasum reduces parameter differences, to which no gradient weight applies; use Average or Sum"
         )
@@ -127,6 +130,7 @@ def _with_weigher(wrapped: Any, weigher: Weigher) -> Any:
         # GradScaler may skip step() after synchronize(), which leaves _synchronized set: hence both questions.
         is_first = weigher.is_at_work or not self._synchronized
         if is_first:
+            weigher.refuse_unwatched(parameter for group in self.param_groups for parameter in group["params"])
             weigher.compare_plans()
         horovods_synchronize(self)
         if is_first:

@@ -73,9 +73,14 @@ class Progress:
         self._finished = None
 
     def end(self, iteration: int) -> None:
-        """Note that the loader has no further step; what was read ahead remains to be worked on."""
-        if iteration == self._iteration and self._open:
+        """Note that the loader has no further step; what was read ahead remains to be worked on.
+
+        What was finished is forgotten: a value asked about after the loop may belong to any of its steps.
+        """
+        if iteration == self._iteration:
             self._finished = None
+            if self._lookahead is None:
+                self._open.clear()
 
     def work(self) -> StepTicket:
         """Return the step that the backward pass now beginning belongs to: the oldest that is not finished.
@@ -121,7 +126,8 @@ class Progress:
             return self._oldest_unless_too_many()
         if self._finished is None:
             raise RuntimeError(
-                "no step has been taken from this sampler's chronica_hvd.DataLoader yet, so there is no weight"
+                "no step is at work: none has been taken from this sampler's chronica_hvd.DataLoader yet, or the loop "
+                "over it has ended. Ask for weight or average inside the loop, once per step"
             )
         return self._finished
 
@@ -130,8 +136,8 @@ class Progress:
         if len(self._open) > 1 + lookahead:
             raise RuntimeError(
                 f"{len(self._open)} steps were taken from the loader since the last optimizer.step(), so the weight of "
-                f"this gradient or value is unknown (lookahead={lookahead} allows {1 + lookahead}). Train on every "
-                "batch taken (to evaluate, give a sampler and loader of its own); if a wrapper reads ahead, say by "
-                "how much: DistributedOptimizer(..., lookahead=1)"
+                f"this gradient or value is unknown (lookahead={lookahead} allows {1 + lookahead}). Train on every batch "
+                "taken, or skip one by optimizer.synchronize() on every rank; to evaluate, give a sampler and loader of "
+                "their own; if a wrapper reads ahead, say by how much: DistributedOptimizer(..., lookahead=1)"
             )
         return self._open[0]

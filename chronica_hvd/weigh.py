@@ -56,6 +56,18 @@ class Weigher:
             return None
         return tuple(gradient if gradient is None else _weighed(gradient, weight) for gradient in gradients)
 
+    def refuse_unwatched(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Raise a RuntimeError if a trainable parameter is not weighed; on all ranks alike, and before any collective.
+
+        A cast or a move replaces a parameter's gradient accumulator, and with it our hook and Horovod's.
+        """
+        if any(_MARK not in _accumulator(parameter).metadata for parameter in parameters if parameter.requires_grad):
+            raise RuntimeError(
+                "a trainable parameter is not weighed: it was cast, moved, unfrozen or added after "
+                "chronica_hvd.DistributedOptimizer wrapped the optimizer. Do that before wrapping (parameters that are "
+                "trainable when wrapped may be frozen and unfrozen later)"
+            )
+
     @property
     def is_at_work(self) -> bool:
         """Whether a backward pass has begun whose step is not finished."""

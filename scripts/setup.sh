@@ -23,7 +23,7 @@ is_current() { [ -f "$1" ] && [ "$(cat "$1")" = "$2" ]; }
 packages=$(stamp_of requirements-dev.txt)
 if ! is_current .venv/packages.stamp "$packages"; then
   echo "setup: installing the pinned packages into .venv"
-  [ -x .venv/bin/python ] && .venv/bin/python -c '' 2>/dev/null || "$python" -m venv --clear .venv
+  .venv/bin/python -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear .venv
   .venv/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements-dev.txt
   echo "$packages" >.venv/packages.stamp
 fi

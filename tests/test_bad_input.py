@@ -298,3 +298,8 @@ def test_worlds(world: tuple[Any, ...], error: type[Exception], message: str) ->
 def test_averages(value: Any) -> None:
     with pytest.raises(TypeError, match="value must be a real number or tensor, not"):
         chronica.average(value, sampler(num_replicas=1))
+
+
+def test_loaders_out_of_order() -> None:
+    with pytest.raises(ValueError, match="in_order must be True, not False"):
+        chronica.DataLoader(torch.zeros(5), batch_sampler=sampler(), in_order=False)

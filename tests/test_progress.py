@@ -37,7 +37,8 @@ def test_steps_are_finished_in_order() -> None:
         assert progress.oldest is None
         assert progress.latest() is ticket
     progress.end(iteration)
-    assert progress.latest() is TICKETS[-1]
+    with pytest.raises(RuntimeError, match="the loop over it has ended"):
+        progress.latest()
 
 
 def test_reading_ahead_must_be_declared() -> None:
@@ -70,7 +71,7 @@ def test_nothing_taken() -> None:
     progress = taken(0, 0)
     with pytest.raises(RuntimeError, match=r"no step has been taken .*chronica_hvd\.DataLoader"):
         progress.work()
-    with pytest.raises(RuntimeError, match="no step has been taken"):
+    with pytest.raises(RuntimeError, match="no step is at work"):
         progress.latest()
     progress.finish()
     assert progress.oldest is None
@@ -96,7 +97,11 @@ def test_two_optimizers_cannot_share_a_sampler() -> None:
 
 
 def test_without_an_optimizer_the_step_taken_last_counts() -> None:
-    assert taken(None, 4).latest() is TICKETS[3]
+    progress = taken(None, 4)
+    assert progress.latest() is TICKETS[3]
+    progress.end(iteration=1)
+    with pytest.raises(RuntimeError, match="no step is at work"):
+        progress.latest()
 
 
 def test_the_loader_says_what_the_plan_says() -> None:
@@ -128,5 +133,5 @@ def test_iterating_the_sampler_changes_nothing() -> None:
     batches = [sampler.plan.batches(step, 0)[0].tolist() for step in range(sampler.plan.steps)]
     assert list(sampler) == list(sampler) == batches
     assert len(sampler) == 2
-    with pytest.raises(RuntimeError, match="no step has been taken"):
+    with pytest.raises(RuntimeError, match="no step is at work"):
         _ = sampler.weight

@@ -110,6 +110,32 @@ def test_a_failed_backward_pass_leaves_no_stale_weight() -> None:
     assert first.grad == second.grad == torch.tensor([0.5])
 
 
+@pytest.mark.parametrize("change", ["cast", "cast back", "unfreeze", "add"])
+def test_parameters_that_escape_the_weights_are_refused(change: str) -> None:
+    model = torch.nn.Linear(2, 1)
+    model.bias.requires_grad_(change != "unfreeze")
+    loop = Loop(*model.parameters())
+    loop.weigher.refuse_unwatched(model.parameters())
+    if change.startswith("cast"):
+        model.double()
+    if change == "cast back":
+        model.float()
+    if change == "unfreeze":
+        model.bias.requires_grad_(True)
+    if change == "add":
+        model.register_parameter("added", parameter(1.0))
+    with pytest.raises(RuntimeError, match="cast, moved, unfrozen or added"):
+        loop.weigher.refuse_unwatched(model.parameters())
+
+
+def test_parameters_may_be_frozen_and_unfrozen() -> None:
+    p = parameter(1.0)
+    loop = Loop(p)
+    for trainable in (False, True):
+        p.requires_grad_(trainable)
+        loop.weigher.refuse_unwatched([p])
+
+
 def test_nobody_is_weighed_twice() -> None:
     p = parameter(1.0)
     loop = Loop(p)

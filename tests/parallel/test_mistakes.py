@@ -28,6 +28,7 @@ EXPECTED: dict[str, tuple[str, str] | None] = {
     "same_parameters_twice": ("ValueError", r"another chronica_hvd\.DistributedOptimizer"),
     "same_name_twice": ("ValueError", r"(?i)duplicate.* same"),
     "wrapped_anew": None,
+    "another_operation": ("ValueError", r"op must be hvd.Average or hvd.Sum, not"),
     "adasum": ("ValueError", r"Adasum.* Average or Sum"),
     "several_passes": ("NotImplementedError", r"backward_passes_per_step"),
     "unknown_option": ("TypeError", r"'sampling'.* compression"),
@@ -36,7 +37,7 @@ EXPECTED: dict[str, tuple[str, str] | None] = {
     "sampler_for_more_ranks": ("ValueError", r"num_replicas says (\d), but Horovod says \d"),
     "declared_size_for_more_ranks": ("ValueError", r"rank \d of (\d), but Horovod runs this as rank \d of \d"),
     "declared_rank_of_another": ("ValueError", r"rank \d of \d, but Horovod runs this as rank \d of \d"),
-    "average_before_any_batch": ("RuntimeError", r"no step has been taken"),
+    "average_before_any_batch": ("RuntimeError", r"no step is at work: none has been taken"),
     "average_of_steps_not_trained_on": ("RuntimeError", r"2 steps were taken"),
     "average_of_a_text": ("TypeError", r"number or tensor.* str"),
 }

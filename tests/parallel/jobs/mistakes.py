@@ -103,6 +103,10 @@ def wrapped_anew(run: Run) -> None:
     run.optimizer = run.wrap()
 
 
+def another_operation(run: Run) -> None:
+    wrap(run, op=hvd.Min)
+
+
 def adasum(run: Run) -> None:
     wrap(run, op=hvd.Adasum)
 
@@ -178,6 +182,7 @@ MISTAKES = [
     same_parameters_twice,
     same_name_twice,
     wrapped_anew,
+    another_operation,
     adasum,
     several_passes,
     unknown_option,
