@@ -136,8 +136,8 @@ class Progress:
         if len(self._open) > 1 + lookahead:
             raise RuntimeError(
                 f"{len(self._open)} steps were taken from the loader since the last optimizer.step(), so the weight of "
-                f"this gradient or value is unknown (lookahead={lookahead} allows {1 + lookahead}). Train on every batch "
-                "taken, or skip one by optimizer.synchronize() on every rank; to evaluate, give a sampler and loader of "
-                "their own; if a wrapper reads ahead, say by how much: DistributedOptimizer(..., lookahead=1)"
+                f"this gradient or value is unknown (lookahead={lookahead} allows {1 + lookahead}). Train on every "
+                "batch taken, or skip one by optimizer.synchronize() on every rank; to evaluate, use another sampler "
+                "and loader; if a wrapper reads ahead, say by how much: DistributedOptimizer(..., lookahead=1)"
             )
         return self._open[0]
