@@ -46,7 +46,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 f"the sampler has {batch_sampler.samples} sizes, but the data set has {len(dataset)} samples; "
                 "give one size per sample"
             )
-        if options.get("in_order") is False:
+        if not options.get("in_order", True):
             raise ValueError("in_order must be True, not False: a batch out of order would get another step's weight")
         super().__init__(dataset, batch_sampler=batch_sampler, **options)
 

@@ -34,8 +34,6 @@ class PlanOptions:
     ------
     TypeError, ValueError
         A value is not allowed, whether or not its option is built.
-    NotImplementedError
-        All values are allowed, but one asks for something not built yet.
     """
 
     indices: Any = None
@@ -63,7 +61,7 @@ class PlanOptions:
         checks.choice("padding", self.padding, ("max", "none"))
         checks.choice("local_batch", self.local_batch, ("free", "equal"))
         checks.choice("reorder", self.reorder, ("batch", "window"))
-        object.__setattr__(self, "window", checks.integer("window", self.window, least=1))
+        self._keep_integer("window", least=1)
         if checks.real("max_moved", self.max_moved, least=0.0) > 1.0:
             raise ValueError(f"max_moved is a share of the samples, at most 1, not {self.max_moved}")
         if isinstance(self.micro_batches, str):
@@ -74,11 +72,11 @@ class PlanOptions:
             raise ValueError(f"max_size must be positive or None, not {self.max_size}")
         self._check_pad_to()
         checks.real("comm", self.comm, least=0.0)
-        object.__setattr__(self, "min_local_batch", checks.integer("min_local_batch", self.min_local_batch, least=1))
+        self._keep_integer("min_local_batch", least=1)
         checks.choice("normalize", self.normalize, (None, "step", "epoch"))
         checks.boolean("shuffle", self.shuffle)
-        object.__setattr__(self, "seed", checks.integer("seed", self.seed, least=-(2**63), most=2**64 - 1))
-        object.__setattr__(self, "epoch", checks.integer("epoch", self.epoch, least=0, most=checks.LARGEST_INT64))
+        self._keep_integer("seed", least=-(2**63), most=2**64 - 1)
+        self._keep_integer("epoch", least=0, most=checks.LARGEST_INT64)
         checks.boolean("drop_last", self.drop_last)
         if isinstance(self.loss_weight, str):
             checks.choice("loss_weight", self.loss_weight, LOSS_WEIGHTS)
@@ -86,6 +84,10 @@ class PlanOptions:
             raise TypeError(f"loss_weight must be one of {', '.join(map(repr, LOSS_WEIGHTS))} or an array, not None")
         checks.choice("policy", self.policy, ("balanced", "plain", "static", "dynamic", "guided"))
         checks.choice("first", self.first, (None, "largest"))
+
+    def _keep_integer(self, name: str, least: int, most: int | None = None) -> None:
+        """Check an integer and keep it as Python's own: NumPy's overflow in arithmetic."""
+        object.__setattr__(self, name, checks.integer(name, getattr(self, name), least, most))
 
     def _check_pad_to(self) -> None:
         if self.pad_to is None:

@@ -83,7 +83,7 @@ class Progress:
                 self._open.clear()
 
     def work(self) -> StepTicket:
-        """Return the step that the backward pass now beginning belongs to: the oldest that is not finished.
+        """Return the step that a gradient arriving now belongs to: the oldest that is not finished.
 
         Raises
         ------

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 120.0
@@ -63,6 +66,21 @@ def horovodrun(ranks: int, job: str, folder: Path, *arguments: str, timeout_s: f
 def alone(job: str, folder: Path, *arguments: str, timeout_s: float = TIMEOUT_S) -> Launch:
     """Run the job in plain python, without horovodrun."""
     return _run(_python(job, folder, arguments), folder, timeout_s)
+
+
+def launched_once(job: str, arguments: Callable[[int], Sequence[str]] = lambda ranks: ()) -> Any:
+    """Return a fixture that runs a job on a number of ranks, once per module and number; it must end well."""
+
+    @pytest.fixture(scope="module")
+    def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Launch]:
+        @functools.cache
+        def launch(ranks: int) -> Launch:
+            folder = tmp_path_factory.mktemp(f"{ranks}-ranks")
+            return succeeded(horovodrun(ranks, job, folder, *arguments(ranks)))
+
+        return launch
+
+    return launched
 
 
 def succeeded(launch: Launch) -> Launch:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
 import pytest
 from cases import LONG_STEPS, cases
-from launch import Launch, alone, horovodrun, succeeded
+from launch import alone, launched_once, succeeded
 from training import EPOCHS, Data, reference, relative_errors
 
 import chronica_hvd
@@ -18,18 +17,7 @@ pytestmark = pytest.mark.parallel
 ALONE = ["mlp-sizes-free-max-tail1", "mlp-array-free-max-tail1", "clip", "speeds", "scheduler", "steps-workers"]
 EVERY = [(ranks, name) for ranks in (2, 3) for name in cases(ranks)] + [(1, name) for name in ALONE]
 every_case = pytest.mark.parametrize(("ranks", "name"), EVERY)
-
-
-@pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Train all cases of a number of ranks in one launch, once."""
-
-    @functools.cache
-    def launch(ranks: int) -> Launch:
-        folder = tmp_path_factory.mktemp(f"{ranks}-ranks")
-        return succeeded(horovodrun(ranks, "train", folder, *(ALONE if ranks == 1 else ())))
-
-    return launch
+launched = launched_once("train", lambda ranks: ALONE if ranks == 1 else ())
 
 
 @every_case

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
 import pytest
 from cases import base
-from launch import Launch, horovodrun, succeeded
+from launch import Launch, launched_once
 from training import Data
 
 pytestmark = pytest.mark.parallel
@@ -27,17 +26,7 @@ KINDS = {
     "not_contiguous": ("torch.float32", 2e-7),
 }
 each_size = pytest.mark.parametrize("ranks", [1, 2, 3])
-
-
-@pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Run the job on a number of ranks, once."""
-
-    @functools.cache
-    def launch(ranks: int) -> Launch:
-        return succeeded(horovodrun(ranks, "meanings", tmp_path_factory.mktemp(f"{ranks}-ranks")))
-
-    return launch
+launched = launched_once("meanings")
 
 
 def expected_average(kind: str, step: int, weights: np.ndarray) -> list[float]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from typing import Any
 
 import pytest
 from cases import base
-from launch import Launch, horovodrun, succeeded
+from launch import launched_once
 from training import reference, relative_errors
 
 pytestmark = pytest.mark.parallel
@@ -43,17 +42,7 @@ EXPECTED: dict[str, tuple[str, str] | None] = {
 }
 WITHOUT_RUN = {"sampler_before_init", "optimizer_before_init", "backward_after_the_last_step"}
 each_size = pytest.mark.parametrize("ranks", [2, 3])
-
-
-@pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Make all mistakes with a number of ranks in one launch, once."""
-
-    @functools.cache
-    def launch(ranks: int) -> Launch:
-        return succeeded(horovodrun(ranks, "mistakes", tmp_path_factory.mktemp(f"{ranks}-ranks")))
-
-    return launch
+launched = launched_once("mistakes")
 
 
 @each_size
