@@ -20,18 +20,30 @@ class Plan:
     Attributes
     ----------
     indices
-        (entries,) dataset indices: step by step, rank by rank. A filler's repeated sample stands here too.
+        (entries,) dataset indices: step by step, rank by rank, micro-batch by micro-batch. A filler's repeated samples
+        stand here too.
     offsets
-        (steps · ranks + 1,) where in ``indices`` each rank's part of each step begins.
+        (micro-batches + 1,) where in ``indices`` each micro-batch begins.
+    parts
+        (steps · ranks + 1,) where among the micro-batches each rank's part of each step begins.
+    lengths
+        (micro-batches,) the length that a micro-batch's samples are padded to; without padding the sum of their sizes.
+    factors
+        (micro-batches,) the factor on the gradient of each micro-batch's mean loss: see :meth:`micro_weights`.
     counts
         (steps, ranks) real samples; 0 where a rank holds only a filler.
     weights
-        (steps, ranks) the factor on the gradient of a rank's mean loss; a step's add up to ``ranks`` (to 0 where all
-        its loss weights are 0; with ``loss_weight="sum"`` each is 1, a filler's 0).
+        (steps, ranks) the factor on the gradient of the mean loss over all of a rank's samples. A step's add up to
+        ``ranks`` (to 0 where all its loss weights are 0; with ``normalize="epoch"`` to more in a step of more than the
+        mean loss weight). With ``loss_weight="sum"`` each is 1, a filler's 0.
     loads
-        (steps, ranks) predicted time: cost · rank_scale ÷ speed, the fixed cost and fillers included.
+        (steps, ranks) predicted time: cost · rank_scale ÷ speed, fixed costs and fillers included.
+    tails
+        (steps, ranks) predicted time of the last micro-batch's backward pass, which the allreduce overlaps with.
     lower_bounds
         (steps,) no assignment of the step's samples has a smaller largest load.
+    padding
+        ``"max"`` or ``"none"``.
     padding_waste
         1 − Σ size / Σ (n · max size): the share of the padded batches that is padding; 0 without padding.
     moved
@@ -42,17 +54,24 @@ class Plan:
 
     indices: NDArray[np.int64]
     offsets: NDArray[np.int64]
+    parts: NDArray[np.int64]
+    lengths: NDArray[np.float64]
+    factors: NDArray[np.float64]
     counts: NDArray[np.int64]
     weights: NDArray[np.float64]
     loads: NDArray[np.float64]
+    tails: NDArray[np.float64]
     lower_bounds: NDArray[np.float64]
+    padding: str
     padding_waste: float
     moved: float
     weight_spread: float
 
     def __post_init__(self) -> None:
-        for array in (self.indices, self.offsets, self.counts, self.weights, self.loads, self.lower_bounds):
-            array.flags.writeable = False
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, np.ndarray):
+                value.flags.writeable = False
 
     @property
     def steps(self) -> int:
@@ -65,31 +84,54 @@ class Plan:
         return int(self.counts.shape[1])
 
     def batches(self, step: int, rank: int) -> list[NDArray[np.int64]]:
-        """Return the micro-batches of a rank in a step, as read-only arrays of dataset indices."""
-        first = self._place(step, rank)
-        return [self.indices[self.offsets[first] : self.offsets[first + 1]]]
+        """Return the micro-batches of a rank in a step, as read-only arrays of dataset indices; the largest is last."""
+        first, end = self._part(step, rank)
+        return [self.indices[self.offsets[k] : self.offsets[k + 1]] for k in range(first, end)]
 
     def micro_weights(self, step: int, rank: int) -> NDArray[np.float64]:
-        """Return the factor on the gradient of each micro-batch's mean loss; they add up to ``weights[step, rank]``."""
-        self._place(step, rank)
-        return self.weights[step, rank : rank + 1]
+        """Return the factor on the gradient of each micro-batch's mean loss.
 
-    def _place(self, step: int, rank: int) -> int:
-        """Return where a rank's part of a step stands in ``offsets``; IndexError beyond the plan."""
+        They add up to ``weights[step, rank]``; with ``loss_weight="sum"`` each is 1, a filler's 0.
+        """
+        first, end = self._part(step, rank)
+        return self.factors[first:end]
+
+    def _part(self, step: int, rank: int) -> tuple[int, int]:
+        """Return the first and the end of a rank's micro-batches in a step; IndexError beyond the plan."""
         step = checks.integer("step", step)
         rank = checks.integer("rank", rank)
         if not (0 <= step < self.steps and 0 <= rank < self.ranks):
             raise IndexError(
                 f"the plan has steps 0 to {self.steps - 1} on ranks 0 to {self.ranks - 1}, not ({step}, {rank})"
             )
-        return step * self.ranks + rank
+        place = step * self.ranks + rank
+        return int(self.parts[place]), int(self.parts[place + 1])
 
     @cached_property
     def makespans(self) -> NDArray[np.float64]:
         """(steps,) the largest load of each step."""
-        largest: NDArray[np.float64] = self.loads.max(axis=1)
-        largest.flags.writeable = False
-        return largest
+        return _frozen(self.loads.max(axis=1))
+
+    def step_times(self, comm: float = 0.0) -> NDArray[np.float64]:
+        """(steps,) predicted time of each step with an allreduce that takes ``comm``, in the unit of cost.
+
+        Horovod sends nothing before a rank's last backward pass of a step begins; from then on the two overlap. With
+        the end T_r of a rank's compute and the duration d_r of its last backward pass a step takes
+        max(max T_r, comm + max(T_r − d_r)).
+        """
+        comm = checks.real("comm", comm, least=0.0)
+        return _frozen(np.maximum(self.makespans, comm + (self.loads - self.tails).max(axis=1)))
+
+    def shapes(self) -> dict[tuple[int, int | float], int]:
+        """Return how often each padded shape (samples, length) occurs, the largest first, fillers included.
+
+        Without padding the length is the sum of the sizes.
+        """
+        pairs = np.stack([np.diff(self.offsets).astype(np.float64), self.lengths])
+        (samples, lengths), times = np.unique(pairs, axis=1, return_counts=True)
+        area = samples * lengths if self.padding == "max" else lengths
+        order = np.lexsort((samples, area))[::-1]
+        return {(int(samples[i]), _number(lengths[i])): int(times[i]) for i in order}
 
     @property
     def imbalance(self) -> float:
@@ -105,7 +147,7 @@ class Plan:
     def fingerprint(self) -> str:
         """Hash (16 hex digits) of who takes what with which weight; equal plans have equal ones on any machine."""
         digest = hashlib.blake2b(repr(self.counts.shape).encode(), digest_size=8)
-        for array in (self.indices, self.offsets, self.counts, self.weights):
+        for array in (self.indices, self.offsets, self.parts, self.counts, self.weights, self.factors):
             little_endian = array.astype(array.dtype.newbyteorder("<"), copy=False)
             digest.update(np.ascontiguousarray(little_endian).data)
         return digest.hexdigest()
@@ -131,3 +173,13 @@ class Plan:
 def _ratio(numerator: float, denominator: float) -> float:
     """Return a ratio that is at least 1 in exact arithmetic, and 1 for 0/0."""
     return max(1.0, numerator / denominator) if denominator > 0.0 else 1.0
+
+
+def _frozen(array: NDArray[np.float64]) -> NDArray[np.float64]:
+    array.flags.writeable = False
+    return array
+
+
+def _number(value: np.float64) -> int | float:
+    """Return a whole number as an int."""
+    return int(value) if value.is_integer() else float(value)
