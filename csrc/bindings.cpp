@@ -74,11 +74,10 @@ py::tuple assign(const Doubles& costs, const Doubles& sizes, const Doubles& spee
     const py::gil_scoped_release release;
     result = chronica::assign(block, threads);
   }
-  return py::make_tuple(to_array(std::move(result.positions)), to_array(std::move(result.sizes)),
-                        to_array(std::move(result.lengths)), to_array(std::move(result.parts)),
-                        to_array(std::move(result.counts)), to_array(std::move(result.loads)),
-                        to_array(std::move(result.tails)), to_array(std::move(result.lower_bounds)),
-                        result.infeasible_step);
+  return py::make_tuple(
+      to_array(std::move(result.positions)), to_array(std::move(result.sizes)), to_array(std::move(result.lengths)),
+      to_array(std::move(result.parts)), to_array(std::move(result.counts)), to_array(std::move(result.loads)),
+      to_array(std::move(result.tails)), to_array(std::move(result.lower_bounds)), result.infeasible_step);
 }
 
 py::array_t<std::int64_t> regroup(const Doubles& costs, const Doubles& speeds, double fixed_cost,

@@ -49,7 +49,10 @@ std::vector<std::int64_t> deal_static(const Pool& pool) {
   const auto samples = static_cast<double>(pool.costs.size());
   const auto local_batch = static_cast<double>(pool.global_batch) / static_cast<double>(pool.speeds.size());
   const double mean = std::accumulate(pool.costs.begin(), pool.costs.end(), 0.0) / samples;
-  const double capacity = std::round(mean * local_batch);
+  // The published capacity is rounded, for sizes are whole numbers; costs in seconds it would round to nothing.
+  const bool is_whole =
+      std::all_of(pool.costs.begin(), pool.costs.end(), [](double cost) { return cost == std::floor(cost); });
+  const double capacity = is_whole ? std::round(mean * local_batch) : mean * local_batch;
 
   Remaining remaining(pool.costs);
   std::vector<std::int64_t> order;
