@@ -1,11 +1,16 @@
 # One command per task; each does its own set-up.
-.PHONY: setup demo test test-python test-cpp lint format clean
+.PHONY: setup demo bench-plan test test-python test-cpp lint format clean
 
 setup:
 	@bash scripts/setup.sh
 
 demo: setup
 	@.venv/bin/python bench/demo.py
+
+# Beside FlatFlow, which needs nothing that .venv does not have.
+bench-plan: setup
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --requirement bench/requirements.txt
+	@.venv/bin/python bench/bench_plan.py
 
 test: test-cpp test-python
 

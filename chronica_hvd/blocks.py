@@ -100,10 +100,13 @@ def assign(
         ``max_size`` cannot be kept in a step, which is named.
     """
     threads = _threads()
-    blocks: list[Assigned] = []
+    # Places take most of the memory: each block's are copied here at once, the fillers of a short last step included.
+    places = np.empty(order.size + work.ranks * options.min_local_batch, dtype=np.int64)
+    entries = 0
+    blocks: list[tuple[NDArray[Any], ...]] = []
     for begin in range(0, order.size, BLOCK_STEPS * global_batch):
         of_block = slice(begin, begin + BLOCK_STEPS * global_batch)
-        places, *others, infeasible = _core.assign(
+        of_entries, *others, infeasible = _core.assign(
             work.costs(order[of_block], lengths[of_block]),
             lengths[of_block],
             work.effective_speeds,
@@ -125,10 +128,10 @@ def assign(
                 f"was found to compute its samples in micro-batches of that size, micro_batches={options.micro_batches}"
                 f' of them at most on each of {work.ranks} ranks. Raise max_size, or give micro_batches="auto"'
             )
-        places += begin
-        blocks.append(Assigned(places, *others))
-    joined: list[Any] = [np.concatenate(arrays) for arrays in zip(*blocks, strict=True)]
-    return Assigned(*joined)
+        np.add(of_entries, begin, out=places[entries : entries + of_entries.size])
+        entries += of_entries.size
+        blocks.append(tuple(others))
+    return Assigned(places[:entries], *(np.concatenate(arrays) for arrays in zip(*blocks, strict=True)))
 
 
 def offsets(counts: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -154,6 +154,7 @@ class Planner:
         if places is not None:
             order, lengths = drawn[places], lengths[places]
         assigned = assign(order, lengths, capacity, work, options, global_batch)
+        del lengths
         if options.first == "largest":
             full_steps = max(1, drawn.size // global_batch)
             assigned = assigned.with_largest_first(full_steps, options.padding == "max")
@@ -219,7 +220,8 @@ class Planner:
         median = float(np.median(totals))
         spread = float(totals.max()) / median if median > 0.0 else math.inf
         if isinstance(self.options.loss_weight, str) and self.options.loss_weight == "sum":
-            return assigned.is_real.astype(np.float64), (assigned.counts > 0).reshape(of_ranks.shape).astype(np.float64), spread
+            ranks_are_real = (assigned.counts > 0).reshape(of_ranks.shape)
+            return assigned.is_real.astype(np.float64), ranks_are_real.astype(np.float64), spread
         if self.options.normalize == "epoch":
             totals = np.full_like(totals, totals.mean())
         return (

@@ -113,7 +113,7 @@ class Plan:
         return _frozen(self.loads.max(axis=1))
 
     def step_times(self, comm: float = 0.0) -> NDArray[np.float64]:
-        """(steps,) predicted time of each step with an allreduce that takes ``comm``, in the unit of cost.
+        """Return (steps,) the predicted time of each step with an allreduce of ``comm``, in the unit of cost.
 
         Horovod sends nothing before a rank's last backward pass of a step begins; from then on the two overlap. With
         the end T_r of a rank's compute and the duration d_r of its last backward pass a step takes

@@ -78,8 +78,7 @@ class Workload:
         if self._pad_to is None:
             return lengths
         if np.ndim(self._pad_to) == 0:
-            lengths = np.ceil(lengths / self._pad_to) * self._pad_to
-            return lengths
+            return self._pad_to * np.ceil(lengths / self._pad_to)  # type: ignore[no-any-return]
         allowed: NDArray[np.float64] = np.unique(np.asarray(self._pad_to, dtype=np.float64))
         return allowed[np.minimum(np.searchsorted(allowed, lengths), allowed.size - 1)]
 

@@ -5,7 +5,6 @@
 #include <functional>
 #include <numeric>
 #include <optional>
-#include <queue>
 #include <tuple>
 
 namespace chronica {
@@ -45,7 +44,11 @@ class Packer {
         shares_(static_cast<std::size_t>(speeds.ranks())),
         loads_(static_cast<std::size_t>(speeds.ranks()), step.fixed),
         sizes_(static_cast<std::size_t>(speeds.ranks()), 0.0),
-        extras_(step.samples() - counts.least * speeds.ranks()) {}
+        extras_(step.samples() - counts.least * speeds.ranks()) {
+    for (Share& each : shares_) {
+      each.reserve(static_cast<std::size_t>(std::min(counts.most, 2 * (step.samples() / speeds.ranks()))));
+    }
+  }
 
   /// Longest processing time first (Graham 1969): each sample onto the rank that would finish it first. False if a
   /// sample finds no room; room is looked at only where it is needed.
@@ -153,18 +156,40 @@ class Packer {
 
   void deal_uniform() {
     using Entry = std::tuple<std::int64_t, std::int64_t, std::int64_t>;  // load, count, rank
-    std::priority_queue<Entry, std::vector<Entry>, std::greater<>> ranks;
+    std::vector<Entry> heap;
     for (std::int64_t rank = 0; rank < speeds_.ranks(); ++rank) {
-      ranks.emplace(step_.fixed, 0, rank);
+      heap.emplace_back(step_.fixed, 0, rank);
     }
     for (std::int64_t sample = 0; sample < step_.samples(); ++sample) {
-      while (!may_take(std::get<2>(ranks.top()))) {
-        ranks.pop();
+      while (!may_take(std::get<2>(heap.front()))) {
+        heap.front() = heap.back();
+        heap.pop_back();
+        sink(heap);
       }
-      const std::int64_t rank = std::get<2>(ranks.top());
-      ranks.pop();
+      const std::int64_t rank = std::get<2>(heap.front());
       take(rank, sample);
-      ranks.emplace(load(rank), count(rank), rank);
+      heap.front() = {load(rank), count(rank), rank};
+      sink(heap);
+    }
+  }
+
+  /// Restore the order of a heap, the least first, whose first entry has grown.
+  template <class Entry>
+  static void sink(std::vector<Entry>& heap) {
+    std::size_t place = 0;
+    const Entry moved = heap.empty() ? Entry{} : heap.front();
+    for (std::size_t child = 1; child < heap.size(); child = 2 * place + 1) {
+      if (child + 1 < heap.size() && heap[child + 1] < heap[child]) {
+        ++child;
+      }
+      if (!(heap[child] < moved)) {
+        break;
+      }
+      heap[place] = heap[child];
+      place = child;
+    }
+    if (!heap.empty()) {
+      heap[place] = moved;
     }
   }
 

@@ -16,6 +16,16 @@
 namespace chronica {
 namespace {
 
+/// Which rank a sample goes to when the drawn order is dealt out in turn. Most steps are small: a short division.
+std::size_t rank_in_turn(const Step& step, std::int64_t sample, std::int64_t ranks) {
+  const auto place = static_cast<std::uint64_t>(step.position[static_cast<std::size_t>(sample)]);
+  const auto count = static_cast<std::uint64_t>(ranks);
+  if (place <= std::numeric_limits<std::uint32_t>::max()) {
+    return static_cast<std::uint32_t>(place) % static_cast<std::uint32_t>(count);
+  }
+  return place % count;
+}
+
 class Solver {
  public:
   Solver(const Step& step, const Speeds& speeds, const Limits& limits, double comm, const Time& bound)
@@ -75,15 +85,20 @@ class Solver {
     }
   }
 
-  [[nodiscard]] bool is_near_bound() const {
-    const double bound = speeds_.time(bound_.load, bound_.speed, step_.exponent);
-    return best_ && grade_.finish <= bound;
-  }
-
+  /// The drawn order, unless its work without any padding and overlap takes longer already.
   void consider_plain() {
-    if (!is_near_bound()) {
-      consider(in_turn(step_, speeds_.ranks()));
+    if (best_ && comm_ == 0.0) {
+      std::vector<std::int64_t> loads(static_cast<std::size_t>(speeds_.ranks()), step_.fixed);
+      for (std::int64_t sample = 0; sample < step_.samples(); ++sample) {
+        loads[rank_in_turn(step_, sample, speeds_.ranks())] += step_.cost[static_cast<std::size_t>(sample)];
+      }
+      for (std::int64_t rank = 0; rank < speeds_.ranks(); ++rank) {
+        if (speeds_.time(loads[static_cast<std::size_t>(rank)], speeds_[rank], step_.exponent) > grade_.makespan) {
+          return;
+        }
+      }
     }
+    consider(in_turn(step_, speeds_.ranks()));
   }
 
   // No padding. Micro-batches cannot always be filled to the brim, but to half of it: any two that could be one exceed
@@ -310,7 +325,7 @@ std::optional<Solution> keep(const Step& step, const Speeds& speeds, const Limit
 Shares in_turn(const Step& step, std::int64_t ranks) {
   Shares shares(static_cast<std::size_t>(ranks));
   for (std::int64_t sample = 0; sample < step.samples(); ++sample) {
-    shares[static_cast<std::size_t>(step.position[static_cast<std::size_t>(sample)] % ranks)].push_back(sample);
+    shares[rank_in_turn(step, sample, ranks)].push_back(sample);
   }
   return shares;
 }

@@ -20,9 +20,21 @@ struct Time {
 };
 
 /// The exponent e for which `count` values of at most `largest` · 2^e add up to at most 2^52, so that their sums are
-/// exact in a double too; and such a value as an integer.
+/// exact in a double too.
 int exponent_for(double largest, std::int64_t count);
-std::int64_t scaled(double value, int exponent);
+
+/// Makes integers of values that are not negative: value · 2^exponent, rounded.
+class Scale {
+ public:
+  explicit Scale(int exponent);
+  [[nodiscard]] std::int64_t operator()(double value) const noexcept {
+    return static_cast<std::int64_t>(value * half_ * other_ + 0.5);
+  }
+
+ private:
+  double half_;  // two factors, since the exponents of the smallest costs are beyond a double's
+  double other_;
+};
 
 /// Relative speeds of the ranks as integers whose sum stays below 2^52.
 class Speeds {

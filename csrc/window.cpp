@@ -81,9 +81,9 @@ class Regrouper {
   void quantise(const Window& window) {
     const double largest = std::max(window.fixed_cost, *std::max_element(window.costs.begin(), window.costs.end()));
     const int exponent = exponent_for(largest, std::ssize(cost_) + std::ssize(groups_) * speeds_.ranks());
-    std::transform(window.costs.begin(), window.costs.end(), cost_.begin(),
-                   [exponent](double cost) { return scaled(cost, exponent); });
-    fixed_ = scaled(window.fixed_cost, exponent);
+    const Scale scaled(exponent);
+    std::transform(window.costs.begin(), window.costs.end(), cost_.begin(), scaled);
+    fixed_ = scaled(window.fixed_cost);
   }
 
   /// Up to what cost a sample is small: at most 15/16 of the fastest rank's share in a step of small samples, so that
