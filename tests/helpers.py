@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -38,3 +40,48 @@ def distributed_sampler_steps(
     drawn = [indices[place] for place in range(len(per_rank[0])) for indices in per_rank][:samples]
     size = batch_size * ranks
     return [sorted(drawn[first : first + size]) for first in range(0, samples, size)]
+
+
+def recut(plan: chronica.Plan, loss_weights: NDArray[np.float64] | str, seed: int, most: int = 4) -> chronica.Plan:
+    """Return the plan with each rank's batch of each step cut anew, into 1 to ``most`` micro-batches drawn by ``seed``.
+
+    ``loss_weights`` are the samples' (``"sum"``: losses are summed).
+    """
+    random = np.random.default_rng(seed)
+    indices, counts, factors = [], [], []
+    for step in range(plan.steps):
+        for rank in range(plan.ranks):
+            whole = np.concatenate(plan.batches(step, rank))
+            pieces = min(int(random.integers(1, most + 1)), len(whole))
+            places = np.sort(random.choice(np.arange(1, len(whole)), pieces - 1, replace=False))
+            batches = np.split(random.permutation(whole), places)
+            indices += batches
+            counts.append(pieces)
+            weight = plan.weights[step, rank]
+            if isinstance(loss_weights, str):
+                factors += [weight] * pieces
+            else:
+                total = loss_weights[whole].sum()
+                factors += [weight * loss_weights[batch].sum() / total if total > 0.0 else 0.0 for batch in batches]
+    return dataclasses.replace(
+        plan,
+        indices=np.concatenate(indices),
+        offsets=np.cumsum([0, *map(len, indices)]),
+        parts=np.cumsum([0, *counts]),
+        lengths=np.ones(len(indices)),
+        factors=np.array(factors),
+    )
+
+
+def recut_sampler(sampler: chronica.BatchSampler, seed: int, most: int = 4) -> chronica.BatchSampler:
+    """Return the sampler with its plans cut anew (see :func:`recut`), as one of micro-batches."""
+    planner = sampler._planner
+    weights = planner.loss_weights
+    if isinstance(planner.options.loss_weight, str) and planner.options.loss_weight == "sum":
+        weights = "sum"
+    elif weights is None:
+        weights = np.ones(sampler.samples)
+    plan = planner.plan
+    planner.plan = lambda epoch: recut(plan(epoch), weights, seed + epoch, most)  # type: ignore[method-assign]
+    sampler.micro_batches = "auto"
+    return sampler

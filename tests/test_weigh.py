@@ -21,7 +21,7 @@ class Loop:
         self.iteration = self.progress.begin()
 
     def take(self, weight: float) -> None:
-        self.progress.hand_out(self.iteration, StepTicket(0, 0, weight, ""))
+        self.progress.hand_out(self.iteration, StepTicket(0, 0, (weight,), ""))
 
 
 def parameter(*values: float) -> torch.nn.Parameter:
