@@ -16,7 +16,7 @@ LONG_STEPS = 200
 @functools.cache
 def cases(ranks: int) -> dict[str, Case]:
     """Return the runs for this number of ranks, by name."""
-    every = [*_splits(ranks), *_loops(ranks), *_options(ranks), *_data_sets(ranks)]
+    every = [*_splits(ranks), *_loops(ranks), *_options(ranks), *_data_sets(ranks), *_micro_batches(ranks)]
     by_name = {case.name: case for case in every}
     assert len(by_name) == len(every)
     return by_name
@@ -52,6 +52,7 @@ def _splits(ranks: int) -> list[Case]:
 def _loops(ranks: int) -> list[Case]:
     workers = {"num_workers": 2, "persistent_workers": True}
     return [
+        base(ranks),
         base(ranks, "steps", loop="steps"),
         base(ranks, "workers", loader={"num_workers": 2}),
         base(ranks, "steps-workers", loop="steps", loader=workers),
@@ -72,6 +73,7 @@ def _options(ranks: int) -> list[Case]:
         base(ranks, "predivide", optimizer={"gradient_predivide_factor": 2.0}),
         base(ranks, "groups", optimizer={"groups": 2}),
         base(ranks, "sparse", model="bag"),
+        base(ranks, "experts", model="experts"),
         base(ranks, "sparse-as-dense", model="bag", optimizer={"sparse_as_dense": True}),
         base(ranks, "speeds", speeds=speeds),
         base(ranks, "speeds-none", speeds=speeds, model="transformer", plan={"padding": "none"}),
@@ -90,4 +92,51 @@ def _data_sets(ranks: int) -> list[Case]:
         base(ranks, "as-many-samples-as-ranks", samples=ranks, batch_size=8),
         base(ranks, "858-samples", samples=858, batch_size=8, loss_weight="samples"),
         base(ranks, "long", samples=LONG_STEPS * 2 * ranks - 1, batch_size=2),
+    ]
+
+
+def _micro_batches(ranks: int) -> list[Case]:
+    """Plans cut anew, so that every rank has another number of micro-batches in every step."""
+    product = itertools.product(("mlp", "transformer"), ("samples", "sizes", "array"), ("max", "none"), (1, ranks + 1))
+    splits = [
+        base(
+            ranks,
+            f"cut-{model}-{loss_weight}-{padding}-tail{tail}",
+            model=model,
+            samples=4 * 4 * ranks + tail,
+            loss_weight=loss_weight,
+            plan={"padding": padding},
+            loop="steps",
+            cut=tail,
+        )
+        for model, loss_weight, padding, tail in product
+    ]
+    workers = {"num_workers": 2, "persistent_workers": True}
+    ahead = {"lookahead": 1}
+    cut = functools.partial(base, ranks, loop="steps", cut=0)
+    return [
+        *splits,
+        cut("cut-again", cut=100),
+        cut("cut-0"),
+        cut("cut-workers", loader=workers),
+        cut("cut-ahead", loop="ahead", optimizer=ahead),
+        cut("cut-ahead-workers", loop="ahead", optimizer=ahead, loader=workers, model="transformer"),
+        cut("cut-steps-ahead", loop="steps_ahead", optimizer=ahead),
+        cut("cut-steps-ahead-groups", loop="steps_ahead", optimizer={**ahead, "groups": 2}),
+        cut("cut-clip", update="clip"),
+        cut("cut-scaler", update="scaler"),
+        cut("cut-scheduler", update="scheduler", broadcast=True),
+        cut("cut-fillers-without-backward", update="skip_fillers"),
+        cut("cut-sum", optimizer={"op": "Sum"}),
+        cut("cut-predivide", optimizer={"gradient_predivide_factor": 2.0}),
+        cut("cut-groups", optimizer={"groups": 2}),
+        cut("cut-groups-clip", optimizer={"groups": 3}, update="clip", model="transformer"),
+        cut("cut-sparse", model="bag"),
+        cut("cut-sparse-as-dense", model="bag", optimizer={"sparse_as_dense": True}),
+        cut("cut-experts", model="experts"),
+        cut("cut-experts-ahead", model="experts", loop="ahead", optimizer=ahead),
+        cut("cut-speeds", speeds=(1.0, 0.5, 2.0)[:ranks], plan={"local_batch": "equal"}),
+        cut("cut-summed-losses", loss_weight="sum"),
+        cut("cut-fewer-samples-than-ranks", samples=max(1, ranks - 1), batch_size=8),
+        cut("cut-long", samples=LONG_STEPS * 2 * ranks - 1, batch_size=2),
     ]

@@ -96,7 +96,7 @@ def _python(job: str, folder: Path, arguments: tuple[str, ...]) -> list[str]:
 
 
 def _run(command: list[str], folder: Path, timeout_s: float) -> Launch:
-    paths = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+    paths = os.pathsep.join(filter(None, [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         command,
