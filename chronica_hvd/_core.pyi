@@ -15,11 +15,29 @@ class StepTimer:
 
 def assign(
     costs: NDArray[np.float64],
-    fixed_cost: float,
+    sizes: NDArray[np.float64],
     speeds: NDArray[np.float64],
+    capacity: NDArray[np.float64],
     *,
+    fixed_cost: float,
+    is_hard: bool,
     global_batch: int,
+    least: int,
+    micro_batches: int,
+    comm: float,
     padded: bool,
     equal_counts: bool,
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]: ...
+    is_dealt: bool,
+    threads: int,
+) -> tuple[
+    NDArray[np.int64],
+    NDArray[np.int64],
+    NDArray[np.float64],
+    NDArray[np.int64],
+    NDArray[np.int64],
+    NDArray[np.float64],
+    NDArray[np.float64],
+    NDArray[np.float64],
+    int,
+]: ...
 def permutation(n: int, seed: int) -> NDArray[np.int64]: ...

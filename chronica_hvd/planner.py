@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import os
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from chronica_hvd import _core, checks
-from chronica_hvd.cost import CostModel
 from chronica_hvd.options import PlanOptions
 from chronica_hvd.plans import Plan
+from chronica_hvd.workload import Workload
 
 #: Steps that are planned at once, and between two comparisons of the ranks' plans.
 BLOCK_STEPS = 64
-
-#: A rank this many times slower than the fastest is a mistake rather than a machine.
-LARGEST_SPEED_RATIO = 2.0**20
 
 
 def plan(
@@ -106,230 +105,192 @@ def plan(
         policy=policy,
         first=first,
     )
-    planner = Planner(sizes, ranks, batch_size, options)
-    options.refuse_unbuilt()
-    return planner.plan(options.epoch)
+    return Planner(sizes, ranks, batch_size, options).plan(options.epoch)
 
 
 class Planner:
-    """The sizes, costs and options of a data set, checked once; plans any epoch.
-
-    Attributes
-    ----------
-    speeds
-        (ranks,) relative speed of each rank, as given; 1.0 each for a count.
-    cost
-        The :class:`CostModel`, or the (samples,) array of costs.
-    effective_speeds
-        (ranks,) speed ÷ rank_scale.
-    """
-
-    speeds: tuple[float, ...]
-    cost: CostModel | NDArray[np.float64]
+    """Plans any epoch of a data set whose sizes, costs and options were checked once."""
 
     def __init__(self, sizes: Any, ranks: Any, batch_size: int, options: PlanOptions) -> None:
-        self.sizes = checks.non_negative("sizes", sizes)
-        self.speeds = _speeds(ranks)
+        self.workload = Workload(sizes, ranks, options)
         self.batch_size = checks.integer("batch_size", batch_size, least=1, most=2**40)
         self.options = options
-        self.indices = self._indices(options.indices)
-        self.loss_weights = self._loss_weights(options.loss_weight)
-        self.cost = self._cost(options.cost)
-        self.effective_speeds = self._effective_speeds()
-        self._check_costs()
         if options.min_local_batch > self.batch_size:
             raise ValueError(
                 f"min_local_batch must be at most batch_size, {self.batch_size}; {options.min_local_batch} was given"
             )
-        samples = self.sizes.size if self.indices is None else self.indices.size
-        if options.drop_last and samples < self.global_batch:
+        if options.drop_last and self.workload.samples < self.global_batch:
             raise ValueError(
-                f"drop_last leaves nothing: {samples} samples are fewer than one global batch of {self.batch_size} "
-                f"on each of {self.ranks} ranks"
+                f"drop_last leaves nothing: {self.workload.samples} samples are fewer than one global batch of "
+                f"{self.batch_size} on each of {self.workload.ranks} ranks"
             )
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks."""
-        return len(self.speeds)
+        self._threads = _threads()
 
     @property
     def global_batch(self) -> int:
         """Samples in a full step, over all ranks."""
-        return self.batch_size * self.ranks
+        return self.batch_size * self.workload.ranks
 
     def order(self, epoch: int) -> NDArray[np.int64]:
-        """Return the samples of an epoch in drawn order: step k holds the k-th ``global_batch`` of them."""
-        if self.indices is not None:
-            order = self.indices
+        """Return the samples of an epoch in drawn order: step k draws the k-th ``global_batch`` of them."""
+        if self.workload.indices is not None:
+            order = self.workload.indices
         elif self.options.shuffle:
-            order = _core.permutation(self.sizes.size, (self.options.seed + epoch) % 2**64)
+            order = _core.permutation(self.workload.samples, (self.options.seed + epoch) % 2**64)
         else:
-            order = np.arange(self.sizes.size, dtype=np.int64)
+            order = np.arange(self.workload.samples, dtype=np.int64)
         if self.options.drop_last:
             order = order[: order.size // self.global_batch * self.global_batch]
         return order
 
     def plan(self, epoch: int) -> Plan:
         """Plan one epoch, block by block."""
+        work = self.workload
         order = self.order(epoch)
         # A global batch beyond the data is one short step; the bound keeps absurd batch sizes within int64.
-        global_batch = min(self.global_batch, max(order.size, self.ranks))
+        global_batch = min(self.global_batch, max(order.size, work.ranks))
+        lengths = work.lengths(order)
+        capacity = self._capacity(lengths, global_batch)
         block = BLOCK_STEPS * global_batch
-        assigned = [
-            self._assign(order[begin : begin + block], global_batch, begin) for begin in range(0, order.size, block)
-        ]
-        positions, counts, loads, bounds = (np.concatenate(parts) for parts in zip(*assigned, strict=True))
-        counts = counts.reshape(-1, self.ranks)
-        offsets = np.zeros(counts.size + 1, dtype=np.int64)
-        np.cumsum(np.maximum(counts, 1).ravel(), out=offsets[1:])  # a filler holds one sample
-        indices = order[positions]
-        weights, weight_spread = self._weights(indices, offsets, counts)
+        parts = []
+        for begin in range(0, order.size, block):
+            drawn = slice(begin, begin + block)
+            positions, *others = self._assign(order[drawn], lengths[drawn], capacity, global_batch, begin)
+            parts.append((order[drawn][positions], *others))
+        indices, held, lengths, micro_batches, counts, loads, tails, bounds = (
+            np.concatenate(part) for part in zip(*parts, strict=True)
+        )
+        shape = (bounds.size, work.ranks)
+        factors, weights, spread = self._weights(indices, held, micro_batches, counts.reshape(shape))
         return Plan(
             indices=indices,
-            offsets=offsets,
-            parts=np.arange(counts.size + 1),
-            lengths=np.maximum.reduceat(self.sizes[indices].astype(np.float64), offsets[:-1]),
-            factors=weights.ravel().copy(),
-            counts=counts,
+            offsets=_offsets(held),
+            parts=_offsets(micro_batches),
+            lengths=lengths,
+            factors=factors,
+            counts=counts.reshape(shape),
             weights=weights,
-            loads=loads.reshape(counts.shape),
-            tails=loads.reshape(counts.shape) * (2 / 3),
-            padding=self.options.padding,
+            loads=loads.reshape(shape),
+            tails=tails.reshape(shape),
             lower_bounds=bounds,
-            padding_waste=self._padding_waste(indices, offsets, counts),
+            padding=self.options.padding,
+            padding_waste=self._padding_waste(order, held, lengths, np.repeat(counts > 0, micro_batches)),
             moved=0.0,
-            weight_spread=weight_spread,
+            weight_spread=spread,
         )
 
     def _assign(
-        self, order: NDArray[np.int64], global_batch: int, begin: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
-        """Plan one block; its positions count from the beginning of the epoch."""
-        if isinstance(self.cost, CostModel):
-            costs, fixed = self.cost.sample_costs(self.sizes[order]), self.cost.fixed
-        else:
-            costs, fixed = self.cost[order], 0.0
-        positions, _, counts, loads, bounds = _core.assign(
-            costs,
-            fixed,
-            self.effective_speeds,
+        self,
+        order: NDArray[np.int64],
+        lengths: NDArray[np.float64],
+        capacity: NDArray[np.float64],
+        global_batch: int,
+        begin: int,
+    ) -> tuple[NDArray[Any], ...]:
+        """Plan one block, which begins at this place of the epoch's order."""
+        options = self.options
+        *arrays, infeasible = _core.assign(
+            self.workload.costs(order, lengths),
+            lengths,
+            self.workload.effective_speeds,
+            capacity,
+            fixed_cost=self.workload.fixed_cost,
+            is_hard=options.max_size is not None,
             global_batch=global_batch,
-            padded=self.options.padding == "max",
-            equal_counts=self.options.local_batch == "equal",
+            least=options.min_local_batch,
+            micro_batches=order.size if isinstance(options.micro_batches, str) else options.micro_batches,
+            comm=options.comm,
+            padded=options.padding == "max",
+            equal_counts=options.local_batch == "equal",
+            is_dealt=options.policy != "balanced",
+            threads=self._threads,
         )
-        return positions + begin, counts, loads, bounds
+        if infeasible >= 0:
+            raise ValueError(
+                f"max_size={options.max_size:g} cannot be kept in step {begin // global_batch + infeasible}: its "
+                f"samples do not fit into {options.micro_batches} micro-batch(es) of that size on each of "
+                f'{self.workload.ranks} ranks. Raise max_size or micro_batches (or give micro_batches="auto")'
+            )
+        return tuple(arrays)
+
+    def _capacity(self, lengths: NDArray[np.float64], global_batch: int) -> NDArray[np.float64]:
+        """Return (ranks,) the largest micro-batch of each rank: of ``max_size``, else as with plain batches."""
+        ranks = self.workload.ranks
+        if self.options.max_size is not None:
+            return np.full(ranks, self.options.max_size)
+        # Plain: rank r takes every ranks-th sample of a step from the r-th on. (steps, samples per rank, ranks)
+        full = lengths.size // global_batch * global_batch
+        steps = [lengths[:full].reshape(-1, max(1, global_batch // ranks), ranks)] if full else []
+        short = lengths[full:]
+        if short.size:
+            each = -(-short.size // ranks)
+            filled = np.zeros((1, each, ranks))
+            filled.ravel()[: short.size] = short
+            steps.append(filled)
+        largest = 0.0
+        for batches in steps:
+            if self.options.padding == "none":
+                largest = max(largest, float(batches.sum(axis=1).max()))
+            else:
+                held = np.full(ranks, batches.shape[1])
+                if batches is not steps[0] or not full:
+                    held = np.array([len(range(rank, short.size, ranks)) for rank in range(ranks)])
+                largest = max(largest, float((batches.max(axis=1) * held).max()))
+        speeds = self.workload.effective_speeds
+        return largest * np.maximum(1.0, speeds / speeds.mean())
 
     def _weights(
-        self, indices: NDArray[np.int64], offsets: NDArray[np.int64], counts: NDArray[np.int64]
-    ) -> tuple[NDArray[np.float64], float]:
-        """Return the gradient factors ranks · W_r / ΣW (0 where ΣW is 0), and the spread of the steps' ΣW."""
-        if self.loss_weights is None:
-            amounts = counts.astype(np.float64)
+        self,
+        indices: NDArray[np.int64],
+        held: NDArray[np.int64],
+        micro_batches: NDArray[np.int64],
+        counts: NDArray[np.int64],
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
+        """Return the micro-batches' and the ranks' gradient factors ranks · W / ΣW, and the spread of the steps' ΣW."""
+        is_real = np.repeat(counts.ravel() > 0, micro_batches)
+        if self.workload.loss_weights is None:
+            amounts = held.astype(np.float64)
         else:
-            amounts = np.add.reduceat(self.loss_weights[indices], offsets[:-1]).reshape(counts.shape)
-            amounts[counts == 0] = 0.0
-        totals = amounts.sum(axis=1, keepdims=True)
+            amounts = np.add.reduceat(self.workload.loss_weights[indices], _offsets(held)[:-1])
+        amounts[~is_real] = 0.0
+        first = _offsets(micro_batches)[:-1]
+        of_ranks = np.add.reduceat(amounts, first).reshape(counts.shape)
+        totals = of_ranks.sum(axis=1)
         median = float(np.median(totals))
-        spread = float(totals.max()) / median if median > 0.0 else 1.0
+        spread = float(totals.max()) / median if median > 0.0 else math.inf
         if isinstance(self.options.loss_weight, str) and self.options.loss_weight == "sum":
-            return (counts > 0).astype(np.float64), spread
-        return self.ranks * np.divide(amounts, totals, out=np.zeros_like(amounts), where=totals > 0.0), spread
+            return is_real.astype(np.float64), (counts > 0).astype(np.float64), spread
+        if self.options.normalize == "epoch":
+            totals = np.full_like(totals, totals.mean())
+        # A step without any loss weight has gradient 0.
+        scale = np.divide(self.workload.ranks, totals, out=np.zeros_like(totals), where=totals > 0.0)
+        steps = np.repeat(np.arange(len(counts)), micro_batches.reshape(counts.shape).sum(axis=1))
+        return amounts * scale[steps], of_ranks * scale[:, None], spread
 
     def _padding_waste(
-        self, indices: NDArray[np.int64], offsets: NDArray[np.int64], counts: NDArray[np.int64]
+        self,
+        order: NDArray[np.int64],
+        held: NDArray[np.int64],
+        lengths: NDArray[np.float64],
+        is_real: NDArray[np.bool_],
     ) -> float:
         if self.options.padding == "none":
             return 0.0
-        sizes = self.sizes[indices].astype(np.float64)
-        real = counts.ravel() > 0
-        padded = float((counts.ravel() * np.maximum.reduceat(sizes, offsets[:-1]))[real].sum())
-        held = float(np.add.reduceat(sizes, offsets[:-1])[real].sum())
-        return max(0.0, 1.0 - held / padded) if padded > 0.0 else 0.0
-
-    def _indices(self, indices: Any) -> NDArray[np.int64] | None:
-        if indices is None:
-            return None
-        array = checks.non_negative("indices", indices)
-        if array.dtype.kind == "f":
-            raise TypeError(f"indices must hold integers, not {array.dtype}")
-        if array.max() >= self.sizes.size:
-            raise ValueError(f"indices must be below the number of sizes, {self.sizes.size}; {array.max()} was given")
-        return array.astype(np.int64)
-
-    def _loss_weights(self, loss_weight: Any) -> NDArray[np.float64] | None:
-        """Return each sample's loss weight; ``None`` where all weigh 1."""
-        if isinstance(loss_weight, str):
-            if loss_weight != "sizes":
-                return None
-            weights, what = self.sizes.astype(np.float64), "sizes (they are the loss weights)"
-        else:
-            weights, what = checks.non_negative("loss_weight", loss_weight).astype(np.float64), "loss_weight"
-            checks.same_length("loss_weight", weights, self.sizes.size, "sample")
-        used = weights if self.indices is None else weights[self.indices]
-        if not used.any():
-            raise ValueError(f"{what} must not be 0 for all samples of the epoch: no sample would count")
-        return weights
-
-    def _cost(self, cost: Any) -> CostModel | NDArray[np.float64]:
-        if cost is None:
-            return CostModel()
-        if isinstance(cost, CostModel):
-            if cost.rank_scale is not None and len(cost.rank_scale) != self.ranks:
-                raise ValueError(
-                    f"the cost's rank_scale must have one value per rank: {self.ranks} are needed, "
-                    f"{len(cost.rank_scale)} were given"
-                )
-            return cost
-        if callable(cost) or isinstance(cost, str):
-            raise TypeError(f"cost must be a CostModel, an array of costs or None, not {cost!r}")
-        costs = checks.non_negative("cost", cost).astype(np.float64)
-        checks.same_length("cost", costs, self.sizes.size, "sample")
-        if self.options.padding != "none":
-            raise ValueError(
-                'an array of costs needs padding="none": the cost of a padded batch is not a sum over samples'
-            )
-        return costs
-
-    def _effective_speeds(self) -> NDArray[np.float64]:
-        """Return (ranks,) speed ÷ rank_scale, what a rank's cost is divided by."""
-        scale: Any = 1.0
-        if isinstance(self.cost, CostModel) and self.cost.rank_scale is not None:
-            scale = np.asarray(self.cost.rank_scale)
-        with np.errstate(over="ignore", under="ignore"):
-            speeds: NDArray[np.float64] = np.asarray(self.speeds) / scale
-        if not (np.isfinite(speeds) & (speeds > 0.0)).all():
-            raise ValueError(f"speed ÷ rank_scale must be positive and finite on every rank, not {speeds.tolist()}")
-        if speeds.max() / LARGEST_SPEED_RATIO > speeds.min():
-            raise ValueError(
-                f"the ranks' speeds must not differ by more than a factor of {LARGEST_SPEED_RATIO:g}, "
-                f"not as {speeds.tolist()} do; leave out a rank that slow"
-            )
-        return speeds
-
-    def _check_costs(self) -> None:
-        """Refuse costs whose loads overflow, where the sizes would look innocent."""
-        slowest = self.effective_speeds.min()
-        with np.errstate(over="ignore"):
-            if isinstance(self.cost, CostModel):
-                largest = float(self.cost.sample_costs(self.sizes.max())) + self.cost.fixed
-            else:
-                largest = float(self.cost.max())
-            samples = self.sizes.size if self.indices is None else self.indices.size
-            # Every sample alone in its micro-batch, and a filler per rank: no sum of loads is larger.
-            load = np.float64(largest) * (samples + self.ranks) / slowest
-        if not np.isfinite(load):
-            raise ValueError(
-                f"the largest sample costs {largest:g} and the slowest rank has a speed of {slowest:g}: "
-                "a rank's load would overflow; scale costs and speeds towards 1"
-            )
+        padded = float((held * lengths)[is_real].sum())
+        real = float(self.workload.sizes[order].sum(dtype=np.float64))
+        return max(0.0, 1.0 - real / padded) if padded > 0.0 else 0.0
 
 
-def _speeds(ranks: Any) -> tuple[float, ...]:
-    """Return the ranks' relative speeds from a count or a sequence."""
-    if checks.dimensions("ranks", ranks) == 0:
-        return (1.0,) * checks.integer("ranks", ranks, least=1, most=2**20)
-    speeds = checks.vector("ranks (speeds)", ranks).astype(np.float64)
-    if not (np.isfinite(speeds) & (speeds > 0)).all():
-        raise ValueError(f"the ranks' speeds must be positive and finite, not {speeds.tolist()}")
-    return tuple(map(float, speeds))
+def _offsets(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return where each of consecutive runs begins, and where the last ends."""
+    offsets = np.zeros(counts.size + 1, dtype=np.int64)
+    np.cumsum(counts, out=offsets[1:])
+    return offsets
+
+
+def _threads() -> int:
+    """Return how many threads plan: one, since every rank plans for itself, unless the environment says more."""
+    given = os.environ.get("CHRONICA_THREADS", "1")
+    if not given.isdecimal() or not 1 <= int(given) <= 1024:
+        raise ValueError(f"the environment variable CHRONICA_THREADS must be a number from 1 to 1024, not {given!r}")
+    return int(given)

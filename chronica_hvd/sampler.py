@@ -72,9 +72,8 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
             checks.integer("rank", rank, least=0)
         # Values first: an array of bad sizes is reported whether or not Horovod runs.
         planner = None if num_replicas is None else Planner(sizes, num_replicas, batch_size, checked)
-        self.world = _world(None if planner is None else planner.ranks, rank, process_set)
+        self.world = _world(None if planner is None else planner.workload.ranks, rank, process_set)
         self._planner = planner or Planner(sizes, self.world.size, batch_size, checked)
-        checked.refuse_unbuilt()
         if refresh is not None and not isinstance(refresh, str):
             raise NotImplementedError(f"refresh={refresh!r} is not built yet; this version supports 'epoch' and None")
         self.batch_size = self._planner.batch_size
@@ -106,17 +105,17 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
     @property
     def cost(self) -> CostModel | NDArray[np.float64]:
         """What a sample costs: as given, or the default by size."""
-        return self._planner.cost
+        return self._planner.workload.cost
 
     @property
     def speeds(self) -> tuple[float, ...]:
         """Relative speed of each rank."""
-        return self._planner.speeds
+        return self._planner.workload.speeds
 
     @property
     def samples(self) -> int:
         """Number of samples of the data set."""
-        return int(self._planner.sizes.size)
+        return int(self._planner.workload.sizes.size)
 
     @property
     def weight(self) -> float:

@@ -2,84 +2,262 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <future>
+#include <limits>
 #include <numeric>
+#include <optional>
+#include <utility>
 
 #include "bounds.hpp"
-#include "cut.hpp"
-#include "pack.hpp"
+#include "solve.hpp"
+#include "split.hpp"
 #include "step.hpp"
 
 namespace chronica {
 namespace {
 
-CountRange count_range(std::int64_t samples, std::int64_t ranks, bool equal_counts) {
-  if (equal_counts) {
-    return {samples / ranks, (samples + ranks - 1) / ranks};
-  }
-  return {1, samples - ranks + 1};
-}
+constexpr double kUnlimited = std::numeric_limits<double>::infinity();
 
-/// A step with fewer samples than ranks: one each, the largest to the fastest; nobody else has real samples.
-Shares one_each(const Step& step, const Speeds& speeds) {
-  Shares shares(static_cast<std::size_t>(speeds.ranks()));
-  for (std::int64_t sample = 0; sample < step.samples(); ++sample) {
-    shares[static_cast<std::size_t>(speeds.fastest_first()[static_cast<std::size_t>(sample)])] = {sample};
-  }
-  return shares;
-}
+/// Plans the steps of a block one after the other.
+class Assigner {
+ public:
+  explicit Assigner(const Block& block)
+      : block_(block), speeds_(block.speeds), unlimited_(block.speeds.size(), kUnlimited) {}
 
-/// Indices into Step::cost, so the smallest is the rank's largest sample.
-std::int64_t load_of(const Step& step, const std::vector<std::int64_t>& share, bool padded) {
-  const auto cost = [&step](std::int64_t sample) { return step.cost[static_cast<std::size_t>(sample)]; };
-  if (padded) {
-    const auto count = static_cast<std::int64_t>(share.size());
-    return step.fixed + count * cost(*std::min_element(share.begin(), share.end()));
-  }
-  return std::accumulate(share.begin(), share.end(), step.fixed,
-                         [&cost](std::int64_t load, std::int64_t sample) { return load + cost(sample); });
-}
-
-Shares solve(const Step& step, const Speeds& speeds, const Time& bound, CountRange counts, bool padded) {
-  if (step.samples() < speeds.ranks()) {
-    return one_each(step, speeds);
-  }
-  return padded ? cut_padded(step, speeds, counts) : pack(step, speeds, counts, bound);
-}
-
-/// Append one step's shares to the assignment; `first` is the step's place in the block's drawn order.
-void append(Assignment& result, const Step& step, const Speeds& speeds, Shares& shares, bool padded,
-            std::int64_t first) {
-  for (std::int64_t rank = 0; rank < speeds.ranks(); ++rank) {
-    auto& share = shares[static_cast<std::size_t>(rank)];
-    result.counts.push_back(static_cast<std::int64_t>(share.size()));
-    if (share.empty()) {
-      share.push_back(step.samples() - 1);  // a filler: the cheapest sample once more
+  /// Plan the steps from sample `first` up to sample `end` of the block.
+  Assignment steps(std::int64_t first, std::int64_t end) {
+    for (; first < end; first += block_.global_batch) {
+      plan(first, std::min(block_.global_batch, end - first));
     }
-    const std::int64_t load = load_of(step, share, padded);
-    result.loads.push_back(speeds.time(load, speeds[rank], step.exponent));
-    for (const std::int64_t sample : share) {
-      result.positions.push_back(first + step.position[static_cast<std::size_t>(sample)]);
-    }
-    result.offsets.push_back(static_cast<std::int64_t>(result.positions.size()));
+    return std::move(result_);
   }
+
+ private:
+  void plan(std::int64_t first, std::int64_t count) {
+    const auto begin = static_cast<std::size_t>(first);
+    const Step step(block_.costs.subspan(begin, static_cast<std::size_t>(count)),
+                    block_.sizes.subspan(begin, static_cast<std::size_t>(count)), block_.fixed_cost,
+                    speeds_.ranks() * block_.least, block_.padded);
+    const Limits limits{count_range(count), most_micro_batches(count), block_.capacity};
+    const double certain =
+        block_.is_hard ? *std::max_element(block_.capacity.begin(), block_.capacity.end()) : kUnlimited;
+    const Time bound = lower_bound(step, speeds_, limits.counts, limits.micro_batches, certain);
+    std::optional<Solution> solution = solve_step(step, limits, bound);
+    if (!solution && !block_.is_hard) {
+      solution = solve_step(step, {limits.counts, limits.micro_batches, unlimited_}, bound);
+    }
+    if (!solution) {
+      if (result_.infeasible_step < 0) {
+        result_.infeasible_step = first / block_.global_batch;
+      }
+      return;
+    }
+    append(step, *solution, first);
+    result_.lower_bounds.push_back(speeds_.time(bound.load, bound.speed, step.exponent));
+  }
+
+  [[nodiscard]] CountRange count_range(std::int64_t samples) const {
+    const std::int64_t ranks = speeds_.ranks();
+    if (block_.equal_counts || block_.is_dealt) {
+      return {samples / ranks, (samples + ranks - 1) / ranks};
+    }
+    const std::int64_t least = std::min(block_.least, samples);
+    return {least, std::max(least, samples - least * (ranks - 1))};
+  }
+
+  /// More than one a sample are no use; without padding and capacity one is enough.
+  [[nodiscard]] std::int64_t most_micro_batches(std::int64_t samples) const {
+    return std::min(block_.micro_batches, std::max(samples, block_.least));
+  }
+
+  std::optional<Solution> solve_step(const Step& step, const Limits& limits, const Time& bound) {
+    fillers_.assign(unlimited_.size(), 0);
+    const std::int64_t least = std::max<std::int64_t>(limits.counts.least, 1);
+    if (step.samples() < least * speeds_.ranks()) {
+      return solve_short(step, limits, least);
+    }
+    if (block_.is_dealt) {
+      return keep(step, speeds_, limits, block_.comm, as_dealt(step));
+    }
+    return solve(step, speeds_, limits, block_.comm, bound);
+  }
+
+  /// The drawn order is rank by rank, the first ranks having one sample more where they do not divide evenly.
+  [[nodiscard]] Shares as_dealt(const Step& step) const {
+    const std::int64_t ranks = speeds_.ranks();
+    const std::int64_t each = step.samples() / ranks;
+    const std::int64_t more = step.samples() % ranks;
+    Shares shares(static_cast<std::size_t>(ranks));
+    for (std::int64_t sample = 0; sample < step.samples(); ++sample) {
+      const std::int64_t place = step.position[static_cast<std::size_t>(sample)];
+      const std::int64_t rank = place < more * (each + 1) ? place / (each + 1) : more + (place - more * (each + 1)) / each;
+      shares[static_cast<std::size_t>(rank)].push_back(sample);
+    }
+    return shares;
+  }
+
+  /// A step without enough samples for all ranks: the fastest take them, as many ranks as is best; the others fillers.
+  std::optional<Solution> solve_short(const Step& step, const Limits& limits, std::int64_t least) {
+    const bool fixed_counts = block_.equal_counts || block_.is_dealt;
+    const std::int64_t most = std::max<std::int64_t>(1, step.samples() / least);
+    std::optional<Solution> best;
+    double earliest = kUnlimited;
+    for (std::int64_t ranks = most; ranks >= 1; ranks -= std::max<std::int64_t>(1, ranks / 16)) {
+      auto trial = with_fillers(step, limits, least, ranks);
+      const double finish = trial ? latest(step, limits, *trial) : kUnlimited;
+      if (trial && finish < earliest) {
+        best = std::move(trial);
+        earliest = finish;
+        used_ = ranks;
+      }
+      if (fixed_counts || (least == 1 && speeds_.uniform())) {
+        break;  // nothing is gained by leaving a rank out
+      }
+    }
+    if (best) {
+      for (std::int64_t place = used_; place < speeds_.ranks(); ++place) {
+        fillers_[static_cast<std::size_t>(rank_at(place))] = 1;
+      }
+    }
+    return best;
+  }
+
+  /// The n-th rank to get samples of a short step.
+  [[nodiscard]] std::int64_t rank_at(std::int64_t place) const {
+    return block_.is_dealt ? place : speeds_.fastest_first()[static_cast<std::size_t>(place)];
+  }
+
+  std::optional<Solution> with_fillers(const Step& step, const Limits& limits, std::int64_t least,
+                                       std::int64_t ranks) const {
+    std::vector<double> speeds;
+    std::vector<double> capacity;
+    for (std::int64_t place = 0; place < ranks; ++place) {
+      speeds.push_back(block_.speeds[static_cast<std::size_t>(rank_at(place))]);
+      capacity.push_back(limits.capacity[static_cast<std::size_t>(rank_at(place))]);
+    }
+    const std::int64_t own_least = std::min(least, step.samples());
+    const Limits own{{own_least, step.samples() - own_least * (ranks - 1)}, limits.micro_batches, capacity};
+    const Speeds own_speeds(speeds);
+    const Time bound = lower_bound(step, own_speeds, own.counts, own.micro_batches, kUnlimited);
+    auto inner = block_.is_dealt ? keep(step, own_speeds, own, block_.comm, in_turn(step, ranks))
+                                 : solve(step, own_speeds, own, block_.comm, bound);
+    if (!inner) {
+      return std::nullopt;
+    }
+    Share filler(static_cast<std::size_t>(block_.least));
+    for (std::size_t i = 0; i < filler.size(); ++i) {
+      filler[i] = step.samples() - 1 - static_cast<std::int64_t>(i) % step.samples();
+    }
+    std::sort(filler.begin(), filler.end());
+    Solution solution{Shares(unlimited_.size(), filler), std::vector<Split>(unlimited_.size())};
+    for (std::int64_t place = 0; place < ranks; ++place) {
+      const auto rank = static_cast<std::size_t>(rank_at(place));
+      solution.shares[rank] = std::move(inner->shares[static_cast<std::size_t>(place)]);
+      solution.splits[rank] = std::move(inner->splits[static_cast<std::size_t>(place)]);
+    }
+    Splitter splitter(step, speeds_, limits, block_.comm);
+    for (std::int64_t place = ranks; place < speeds_.ranks(); ++place) {
+      const auto rank = static_cast<std::size_t>(rank_at(place));
+      auto split = splitter.split(rank_at(place), solution.shares[rank]);
+      if (!split) {
+        return std::nullopt;
+      }
+      solution.splits[rank] = std::move(*split);
+    }
+    return solution;
+  }
+
+  [[nodiscard]] double latest(const Step& step, const Limits& limits, const Solution& solution) const {
+    const Splitter splitter(step, speeds_, limits, block_.comm);
+    double latest = 0.0;
+    for (std::int64_t rank = 0; rank < speeds_.ranks(); ++rank) {
+      latest = std::max(latest, splitter.finish(rank, solution.splits[static_cast<std::size_t>(rank)]));
+    }
+    return latest;
+  }
+
+  /// Write a step down; `first` is its place in the block's drawn order.
+  void append(const Step& step, const Solution& solution, std::int64_t first) {
+    for (std::int64_t rank = 0; rank < speeds_.ranks(); ++rank) {
+      const auto at = static_cast<std::size_t>(rank);
+      const Share& share = solution.shares[at];
+      const Split& split = solution.splits[at];
+      append_batches(step, share, split, first);
+      result_.parts.push_back(std::ssize(split.ends));
+      result_.counts.push_back(fillers_[at] != 0 ? 0 : std::ssize(share));
+      result_.loads.push_back(speeds_.time(split.load, speeds_[rank], step.exponent));
+      result_.tails.push_back(kBackwardShare * speeds_.time(split.largest, speeds_[rank], step.exponent));
+    }
+  }
+
+  /// The micro-batches of a rank, cheapest first: the last one's backward pass is what the allreduce overlaps with.
+  void append_batches(const Step& step, const Share& share, const Split& split, std::int64_t first) {
+    struct Run {
+      std::int64_t cost;
+      std::int64_t first;
+      std::int64_t end;
+    };
+    std::vector<Run> runs;
+    std::int64_t begin = 0;
+    for (const std::int64_t end : split.ends) {
+      runs.push_back({batch_cost(step, share, begin, end), begin, end});
+      begin = end;
+    }
+    std::stable_sort(runs.begin(), runs.end(), [](const Run& a, const Run& b) { return a.cost < b.cost; });
+    for (const Run& run : runs) {
+      double length = 0.0;
+      for (std::int64_t i = run.first; i < run.end; ++i) {
+        const auto sample = static_cast<std::size_t>(share[static_cast<std::size_t>(i)]);
+        result_.positions.push_back(first + step.position[sample]);
+        length = step.padded ? std::max(length, step.size[sample]) : length + step.size[sample];
+      }
+      result_.sizes.push_back(run.end - run.first);
+      result_.lengths.push_back(length);
+    }
+  }
+
+  const Block& block_;
+  Speeds speeds_;
+  std::vector<double> unlimited_;  // (ranks)
+  std::vector<char> fillers_;      // (ranks), whether a rank has no real samples in the step at hand
+  std::int64_t used_ = 0;
+  Assignment result_;
+};
+
+template <class T>
+void append_to(std::vector<T>& all, const std::vector<T>& more) {
+  all.insert(all.end(), more.begin(), more.end());
 }
 
 }  // namespace
 
-Assignment assign(const Block& block) {
-  const Speeds speeds(block.speeds);
+Assignment assign(const Block& block, std::int64_t threads) {
   const auto samples = static_cast<std::int64_t>(block.costs.size());
+  const std::int64_t steps = (samples + block.global_batch - 1) / block.global_batch;
+  threads = std::clamp<std::int64_t>(threads, 1, steps);
+  if (threads == 1) {
+    return Assigner(block).steps(0, samples);
+  }
+  std::vector<std::future<Assignment>> parts;
+  for (std::int64_t thread = 0; thread < threads; ++thread) {
+    const std::int64_t first = steps * thread / threads * block.global_batch;
+    const std::int64_t end = std::min(samples, steps * (thread + 1) / threads * block.global_batch);
+    parts.push_back(std::async(std::launch::async, [&block, first, end] { return Assigner(block).steps(first, end); }));
+  }
   Assignment result;
-  result.offsets.push_back(0);
-  for (std::int64_t first = 0; first < samples; first += block.global_batch) {
-    const std::int64_t count = std::min(block.global_batch, samples - first);
-    const auto costs = block.costs.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(count));
-    const Step step(costs, block.fixed_cost, speeds.ranks());
-    const CountRange counts = count_range(count, speeds.ranks(), block.equal_counts);
-    const Time bound = lower_bound(step, speeds, counts, block.padded);
-    Shares shares = solve(step, speeds, bound, counts, block.padded);
-    append(result, step, speeds, shares, block.padded, first);
-    result.lower_bounds.push_back(speeds.time(bound.load, bound.speed, step.exponent));
+  for (auto& each : parts) {
+    const Assignment part = each.get();
+    append_to(result.positions, part.positions);
+    append_to(result.sizes, part.sizes);
+    append_to(result.lengths, part.lengths);
+    append_to(result.parts, part.parts);
+    append_to(result.counts, part.counts);
+    append_to(result.loads, part.loads);
+    append_to(result.tails, part.tails);
+    append_to(result.lower_bounds, part.lower_bounds);
+    if (result.infeasible_step < 0) {
+      result.infeasible_step = part.infeasible_step;
+    }
   }
   return result;
 }

@@ -34,29 +34,48 @@ py::array_t<T> to_array(std::vector<T>&& values) {
   return py::array_t<T>(static_cast<py::ssize_t>(kept.size()), kept.data(), base);
 }
 
-std::span<const double> as_span(const py::array_t<double, py::array::c_style>& array, const char* name) {
+using Doubles = py::array_t<double, py::array::c_style>;
+
+std::span<const double> as_span(const Doubles& array, const char* name) {
   if (array.ndim() != 1 || array.size() == 0) {
     throw py::value_error(std::string(name) + " must be a one-dimensional array with at least one value");
   }
   return {array.data(), static_cast<std::size_t>(array.size())};
 }
 
-py::tuple assign(const py::array_t<double, py::array::c_style>& costs, double fixed_cost,
-                 const py::array_t<double, py::array::c_style>& speeds, std::int64_t global_batch, bool padded,
-                 bool equal_counts) {
-  const chronica::Block block{
-      as_span(costs, "costs"), fixed_cost, as_span(speeds, "speeds"), global_batch, padded, equal_counts};
-  if (global_batch < speeds.size()) {
-    throw py::value_error("global_batch must be at least the number of ranks");
+py::tuple assign(const Doubles& costs, const Doubles& sizes, const Doubles& speeds, const Doubles& capacity,
+                 double fixed_cost, bool is_hard, std::int64_t global_batch, std::int64_t least,
+                 std::int64_t micro_batches, double comm, bool padded, bool equal_counts, bool is_dealt,
+                 std::int64_t threads) {
+  const chronica::Block block{as_span(costs, "costs"),
+                              as_span(sizes, "sizes"),
+                              fixed_cost,
+                              as_span(speeds, "speeds"),
+                              as_span(capacity, "capacity"),
+                              is_hard,
+                              global_batch,
+                              least,
+                              micro_batches,
+                              comm,
+                              padded,
+                              equal_counts,
+                              is_dealt};
+  if (sizes.size() != costs.size() || capacity.size() != speeds.size()) {
+    throw py::value_error("costs and sizes, and speeds and capacity, must be of the same length");
+  }
+  if (global_batch < speeds.size() || least < 1 || micro_batches < 1) {
+    throw py::value_error("global_batch must be at least the number of ranks, least and micro_batches at least 1");
   }
   chronica::Assignment result;
   {
     const py::gil_scoped_release release;
-    result = chronica::assign(block);
+    result = chronica::assign(block, threads);
   }
-  return py::make_tuple(to_array(std::move(result.positions)), to_array(std::move(result.offsets)),
+  return py::make_tuple(to_array(std::move(result.positions)), to_array(std::move(result.sizes)),
+                        to_array(std::move(result.lengths)), to_array(std::move(result.parts)),
                         to_array(std::move(result.counts)), to_array(std::move(result.loads)),
-                        to_array(std::move(result.lower_bounds)));
+                        to_array(std::move(result.tails)), to_array(std::move(result.lower_bounds)),
+                        result.infeasible_step);
 }
 
 py::array_t<std::int64_t> permutation(std::int64_t n, std::uint64_t seed) {
@@ -200,7 +219,9 @@ void register_timer(py::module_& module) {
 PYBIND11_MODULE(_core, module) {
   module.doc() = "The compiled part of chronica_hvd: private; its types are in _core.pyi.";
   register_timer(module);
-  module.def("assign", &assign, py::arg("costs").noconvert(), py::arg("fixed_cost"), py::arg("speeds").noconvert(),
-             py::kw_only(), py::arg("global_batch"), py::arg("padded"), py::arg("equal_counts"));
+  module.def("assign", &assign, py::arg("costs").noconvert(), py::arg("sizes").noconvert(),
+             py::arg("speeds").noconvert(), py::arg("capacity").noconvert(), py::kw_only(), py::arg("fixed_cost"),
+             py::arg("is_hard"), py::arg("global_batch"), py::arg("least"), py::arg("micro_batches"), py::arg("comm"),
+             py::arg("padded"), py::arg("equal_counts"), py::arg("is_dealt"), py::arg("threads"));
   module.def("permutation", &permutation, py::arg("n"), py::arg("seed"));
 }

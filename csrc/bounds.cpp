@@ -1,10 +1,14 @@
 #include "bounds.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <numeric>
+#include <optional>
+#include <span>
 
 #include "cut.hpp"
+#include "split.hpp"
 
 namespace chronica {
 namespace {
@@ -41,28 +45,35 @@ Time largest_samples(const Step& step, const Speeds& speeds) {
   return bound;
 }
 
+/// The least load of one rank that holds exactly these samples.
+std::int64_t load_of(const Step& step, Share share, std::int64_t micro_batches, double capacity) {
+  if (share.size() == 1) {
+    return step.fixed + step.cost[static_cast<std::size_t>(share.front())];
+  }
+  const Speeds one(std::array{1.0});
+  const Limits limits{{1, std::ssize(share)}, micro_batches, std::span(&capacity, 1)};
+  const std::optional<Split> split = Splitter(step, one, limits, 0.0).split(0, share);
+  return split ? split->load : 0;
+}
+
 }  // namespace
 
-Time lower_bound(const Step& step, const Speeds& speeds, CountRange counts, bool padded) {
+Time lower_bound(const Step& step, const Speeds& speeds, CountRange counts, std::int64_t micro_batches,
+                 double capacity) {
   const std::int64_t samples = step.samples();
   const std::int64_t ranks = speeds.ranks();
-  std::int64_t all_speeds = 0;
-  for (std::int64_t rank = 0; rank < ranks; ++rank) {
-    all_speeds += speeds[rank];
-  }
-
-  const std::int64_t total = padded ? cheapest_cut(step, ranks) : sum(step.cost, 0, samples);
-  Time bound{total + ranks * step.fixed, all_speeds};
-  bound = std::max(bound, largest_samples(step, speeds));
+  // Fillers cost a micro-batch's fixed cost at least, so there are never fewer of those costs than ranks.
+  const std::int64_t total = step.padded ? cheapest_total(step, ranks, ranks * micro_batches, capacity)
+                                         : sum(step.cost, 0, samples) + ranks * step.fixed;
+  Time bound = std::max(Time{total, speeds.sum()}, largest_samples(step, speeds));
 
   // The rank of the largest sample takes `least` samples or more, and so does the slowest rank.
-  const std::int64_t others = std::max<std::int64_t>(counts.least - 1, 0);
-  const std::int64_t largest =
-      padded ? (others + 1) * step.cost.front() : step.cost.front() + sum(step.cost, samples - others, samples);
-  const std::int64_t smallest = padded ? (others + 1) * step.cost[static_cast<std::size_t>(samples - others - 1)]
-                                       : sum(step.cost, samples - others - 1, samples);
-  bound = std::max(bound, Time{step.fixed + largest, speeds.fastest()});
-  return std::max(bound, Time{step.fixed + smallest, speeds.slowest()});
+  const std::int64_t others = std::clamp<std::int64_t>(counts.least - 1, 0, samples - 1);
+  Share smallest(static_cast<std::size_t>(others + 1));
+  std::iota(smallest.begin(), smallest.end(), samples - others - 1);
+  bound = std::max(bound, Time{load_of(step, smallest, micro_batches, capacity), speeds.slowest()});
+  smallest.front() = 0;
+  return std::max(bound, Time{load_of(step, smallest, micro_batches, capacity), speeds.fastest()});
 }
 
 }  // namespace chronica

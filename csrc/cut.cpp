@@ -1,254 +1,168 @@
 #include "cut.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
-#include <numeric>
+#include <limits>
 
 namespace chronica {
 namespace {
 
-/// A cut of the sorted samples: what it costs, and how many batches it has.
-struct CutCost {
-  std::int64_t cost = 0;
-  std::int64_t batches = 0;
-};
+constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
 
-/// A batch that begins at sample `first`: ending before sample x it costs intercept + slope · x.
-struct Line {
-  std::int64_t slope;
-  std::int64_t intercept;
-  std::int64_t batches;
-
-  [[nodiscard]] std::int64_t at(std::int64_t x) const noexcept { return intercept + slope * x; }
-};
-
-/// Whether `middle` is nowhere the lowest of three lines of falling slope.
-bool is_hidden(const Line& before, const Line& middle, const Line& after) noexcept {
-  return Wide{after.intercept - before.intercept} * (before.slope - middle.slope) <=
-         Wide{middle.intercept - before.intercept} * (before.slope - after.slope);
+std::int64_t floor_divide(std::int64_t value, std::int64_t by) noexcept {
+  return value / by - (value % by < 0 ? 1 : 0);
 }
 
-/// The cheapest cut when every batch costs `price` besides its samples, prices included. The transitions of the dynamic
-/// programme are lines of falling slope asked at rising places: a monotone lower hull, linear in the samples.
-CutCost cut_at_price(const Step& step, std::int64_t price, std::vector<Line>& hull) {
-  hull.clear();
-  std::size_t lowest = 0;
-  CutCost best;
-  for (std::int64_t end = 1; end <= step.samples(); ++end) {
-    const std::int64_t first = end - 1;
-    const std::int64_t slope = step.cost[static_cast<std::size_t>(first)];
-    const Line line{slope, best.cost + price - first * slope, best.batches + 1};
-    while (hull.size() >= lowest + 2 && is_hidden(hull[hull.size() - 2], hull.back(), line)) {
-      hull.pop_back();
-    }
-    hull.push_back(line);
-    while (lowest + 1 < hull.size() && hull[lowest + 1].at(end) <= hull[lowest].at(end)) {
-      ++lowest;
-    }
-    best = {hull[lowest].at(end), hull[lowest].batches};
+/// A number between two, by their orders of magnitude while these differ.
+std::int64_t between(std::int64_t low, std::int64_t high) noexcept {
+  if (low >= 0 && high / 2 > low + 1) {
+    const double middle = std::sqrt(static_cast<double>(low + 1)) * std::sqrt(static_cast<double>(high));
+    return std::clamp(static_cast<std::int64_t>(middle), low + 1, high - 1);
   }
-  return best;
+  return low + (high - low) / 2;
 }
-
-/// Ranks of one speed, by number.
-struct SpeedClass {
-  std::int64_t speed;
-  std::vector<std::int64_t> ranks;
-};
-
-std::vector<SpeedClass> group_by_speed(const Speeds& speeds) {
-  std::vector<SpeedClass> classes;
-  for (const std::int64_t rank : speeds.fastest_first()) {
-    if (classes.empty() || classes.back().speed != speeds[rank]) {
-      classes.push_back({speeds[rank], {}});
-    }
-    classes.back().ranks.push_back(rank);
-  }
-  return classes;
-}
-
-/// Finds the order of the ranks along the size-sorted samples, and their counts, that keep a given makespan.
-///
-/// A state is how many ranks of each speed have taken their samples; it remembers the furthest sample they can reach.
-/// Reaching further is never worse (what is left is smaller), so this is exact. With too many states only the order
-/// fastest first is tried.
-class Cutter {
- public:
-  Cutter(const Step& step, const Speeds& speeds, CountRange counts)
-      : step_(step), speeds_(speeds), counts_(counts), classes_(group_by_speed(speeds)) {
-    std::size_t states = 1;
-    for (const SpeedClass& each : classes_) {
-      strides_.push_back(states);
-      states *= each.ranks.size() + 1;
-      if (states > kMostStates) {
-        fixed_order_ = true;
-        states = static_cast<std::size_t>(speeds.ranks()) + 1;
-        break;
-      }
-    }
-    reach_.resize(states);
-    choice_.resize(states);
-  }
-
-  /// The least makespan, as a load of the fastest rank, with its shares.
-  Shares solve() {
-    // Everybody can take `most` samples within the upper end, so it is feasible; the search starts near the mean.
-    const Wide all = Wide{step_.fixed} + Wide{counts_.most} * step_.cost.front();
-    const Wide certain = all * speeds_.fastest() / speeds_.slowest() + 1;
-    Wide feasible = std::accumulate(step_.cost.begin(), step_.cost.end(), std::int64_t{0}) / speeds_.ranks() + 1;
-    Wide infeasible = -1;
-    while (feasible < certain && !fits(feasible)) {
-      infeasible = feasible;
-      feasible = std::min(feasible * 2, certain);
-    }
-    while (feasible - infeasible > 1) {
-      const Wide middle = infeasible + (feasible - infeasible) / 2;
-      (fits(middle) ? feasible : infeasible) = middle;
-    }
-    fits(feasible);
-    return shares();
-  }
-
- private:
-  static constexpr std::size_t kMostStates = 4096;
-
-  /// The load that a rank of this speed may carry when the fastest rank may carry `makespan`.
-  [[nodiscard]] std::int64_t capacity(Wide makespan, std::int64_t speed) const noexcept {
-    constexpr Wide most = std::int64_t{1} << 62;
-    return static_cast<std::int64_t>(std::min(makespan * speed / speeds_.fastest(), most));
-  }
-
-  /// How many samples from `first` on fit a capacity; 0 where fewer than `least` do. Leaves `least` for each later
-  /// rank.
-  [[nodiscard]] std::int64_t take(std::int64_t first, std::int64_t capacity, std::int64_t ranks_after) const noexcept {
-    const std::int64_t room = capacity - step_.fixed;
-    if (room < 0) {
-      return 0;
-    }
-    const std::int64_t size = step_.cost[static_cast<std::size_t>(first)];
-    std::int64_t count = std::min(counts_.most, step_.samples() - first - counts_.least * ranks_after);
-    if (size > 0) {
-      count = std::min(count, room / size);
-    }
-    return count >= counts_.least ? count : 0;
-  }
-
-  bool fits(Wide makespan) {
-    capacity_.clear();
-    if (fixed_order_) {
-      return fits_in_order(makespan);
-    }
-    for (const SpeedClass& each : classes_) {
-      capacity_.push_back(capacity(makespan, each.speed));
-    }
-    reach_[0] = 0;
-    for (std::size_t state = 1; state < reach_.size(); ++state) {
-      reach_[state] = kUnreachable;
-      for (std::size_t c = 0; c < classes_.size(); ++c) {
-        if (used(state, c) > 0) {
-          extend(state, state - strides_[c], c);
-        }
-      }
-    }
-    return reach_.back() == step_.samples();
-  }
-
-  /// Let one more rank of class `c` take its samples after the ranks of state `before`.
-  void extend(std::size_t state, std::size_t before, std::size_t c) {
-    if (reach_[before] == kUnreachable) {
-      return;
-    }
-    std::int64_t ranks_after = speeds_.ranks();
-    for (std::size_t each = 0; each < classes_.size(); ++each) {
-      ranks_after -= static_cast<std::int64_t>(used(state, each));
-    }
-    const std::int64_t count = take(reach_[before], capacity_[c], ranks_after);
-    if (count > 0 && reach_[before] + count > reach_[state]) {
-      reach_[state] = reach_[before] + count;
-      choice_[state] = c;
-    }
-  }
-
-  bool fits_in_order(Wide makespan) {
-    reach_[0] = 0;
-    for (std::size_t place = 1; place < reach_.size(); ++place) {
-      const std::int64_t speed = speeds_[speeds_.fastest_first()[place - 1]];
-      const auto ranks_after = static_cast<std::int64_t>(reach_.size() - 1 - place);
-      const std::int64_t count = take(reach_[place - 1], capacity(makespan, speed), ranks_after);
-      if (count == 0) {
-        return false;
-      }
-      reach_[place] = reach_[place - 1] + count;
-    }
-    return reach_.back() == step_.samples();
-  }
-
-  /// How many ranks of class `c` have their samples in this state: a digit of its mixed-radix number.
-  [[nodiscard]] std::size_t used(std::size_t state, std::size_t c) const noexcept {
-    return state / strides_[c] % (classes_[c].ranks.size() + 1);
-  }
-
-  [[nodiscard]] Shares shares() const {
-    Shares result(static_cast<std::size_t>(speeds_.ranks()));
-    const auto give = [&](std::int64_t rank, std::int64_t first, std::int64_t end) {
-      auto& share = result[static_cast<std::size_t>(rank)];
-      share.resize(static_cast<std::size_t>(end - first));
-      std::iota(share.begin(), share.end(), first);
-    };
-    std::size_t state = reach_.size() - 1;
-    while (state > 0) {
-      std::size_t before = state - 1;
-      std::int64_t rank = 0;
-      if (fixed_order_) {
-        rank = speeds_.fastest_first()[before];
-      } else {
-        const std::size_t c = choice_[state];
-        before = state - strides_[c];
-        rank = classes_[c].ranks[used(before, c)];
-      }
-      give(rank, reach_[before], reach_[state]);
-      state = before;
-    }
-    return result;
-  }
-
-  static constexpr std::int64_t kUnreachable = -1;
-
-  const Step& step_;
-  const Speeds& speeds_;
-  CountRange counts_;
-  std::vector<SpeedClass> classes_;
-  std::vector<std::size_t> strides_;
-  std::vector<std::int64_t> capacity_;  // (classes)
-  std::vector<std::int64_t> reach_;     // (states), the furthest end
-  std::vector<std::size_t> choice_;     // (states), the class that took its samples last
-  bool fixed_order_ = false;
-};
 
 }  // namespace
 
-std::int64_t cheapest_cut(const Step& step, std::int64_t batches) {
-  // Every price bounds the cost of a cut into at most `batches` from below by what it makes the cheapest cut cost, less
-  // the price of `batches` (Lagrange); by convexity one of the prices around the turning point is exact.
-  std::vector<Line> hull;
-  std::int64_t bound = 0;
-  std::int64_t too_low = -1;
-  std::int64_t high_enough = step.samples() * step.cost.front();
-  std::int64_t price = 0;
-  while (high_enough - too_low > 1) {
-    const CutCost cut = cut_at_price(step, price, hull);
-    bound = std::max(bound, static_cast<std::int64_t>(Wide{cut.cost} - Wide{price} * batches));
-    if (cut.batches == batches || (price == 0 && cut.batches < batches)) {
-      break;
-    }
-    (cut.batches > batches ? too_low : high_enough) = price;
-    price = too_low + (high_enough - too_low) / 2;
+/// The first x at which `newer` is cheaper than `older`, or `older` is not allowed any more.
+std::int64_t CheapestCut::overtakes_at(const Line& older, const Line& newer) noexcept {
+  const std::int64_t lead = newer.base - older.at(newer.first);  // of the older line where the newer one begins
+  std::int64_t place = newer.first + 1;
+  if (older.slope > newer.slope) {
+    place = std::max(place, newer.first + floor_divide(lead, older.slope - newer.slope) + 1);
+  } else if (lead >= 0) {
+    place = kNever;
   }
-  return bound;
+  return std::min(place, std::max(older.last, newer.first) + 1);
 }
 
-Shares cut_padded(const Step& step, const Speeds& speeds, CountRange counts) {
-  return Cutter(step, speeds, counts).solve();
+void CheapestCut::push(const Line& line) {
+  Line added = line;
+  while (queue_.size() > lowest_) {
+    added.from = overtakes_at(queue_.back(), line);
+    if (queue_.size() == lowest_ + 1 || added.from > queue_.back().from) {
+      break;
+    }
+    queue_.pop_back();
+  }
+  queue_.push_back(added);
+}
+
+CheapestCut::Line CheapestCut::line_from(const Samples& samples, std::int64_t first, std::int64_t base) const {
+  const auto at = static_cast<std::size_t>(first);
+  const auto count = static_cast<std::int64_t>(samples.cost.size());
+  const double size = samples.size[at];
+  // Whether x samples fit is asked as x · size ≤ capacity, which a rounded quotient does not answer exactly.
+  std::int64_t room = count - first;
+  if (size * static_cast<double>(room) > samples.capacity) {
+    room = std::min(room, static_cast<std::int64_t>(samples.capacity / size) + 1);
+    while (room > 0 && size * static_cast<double>(room) > samples.capacity) {
+      --room;
+    }
+  }
+  return {first, base, samples.cost[at], first + room, 0};
+}
+
+void CheapestCut::advance(std::int64_t end) {
+  while (lowest_ + 1 < queue_.size() && queue_[lowest_ + 1].from <= end) {
+    ++lowest_;
+  }
+}
+
+bool CheapestCut::solve(const Samples& samples, std::int64_t price) {
+  const std::size_t count = samples.cost.size();
+  queue_.clear();
+  lowest_ = 0;
+  layers_ = 0;
+  cost_.assign(count + 1, 0);
+  batches_.assign(count + 1, 0);
+  first_.assign(count + 1, 0);
+  for (std::size_t end = 1; end <= count; ++end) {
+    push(line_from(samples, static_cast<std::int64_t>(end) - 1, cost_[end - 1] + price));
+    advance(static_cast<std::int64_t>(end));
+    const Line& line = queue_[lowest_];
+    if (line.last < static_cast<std::int64_t>(end)) {
+      return false;
+    }
+    cost_[end] = line.at(static_cast<std::int64_t>(end));
+    first_[end] = line.first;
+    batches_[end] = batches_[static_cast<std::size_t>(line.first)] + 1;
+  }
+  return true;
+}
+
+bool CheapestCut::solve_within(const Samples& samples, std::int64_t price, std::int64_t most) {
+  if (solve(samples, price) && batches() <= most) {
+    return true;
+  }
+  const std::size_t count = samples.cost.size();
+  layers_ = std::min(most, static_cast<std::int64_t>(count));
+  first_.assign(static_cast<std::size_t>(layers_) * (count + 1), 0);
+  std::vector<std::int64_t> before(count + 1, kNever);
+  before[0] = 0;
+  std::vector<std::int64_t> layer(count + 1);
+  for (std::int64_t k = 0; k < layers_; ++k) {
+    queue_.clear();
+    lowest_ = 0;
+    layer.assign(count + 1, kNever);
+    for (std::size_t end = 1; end <= count; ++end) {
+      if (before[end - 1] != kNever) {
+        push(line_from(samples, static_cast<std::int64_t>(end) - 1, before[end - 1] + price));
+      }
+      advance(static_cast<std::int64_t>(end));
+      if (lowest_ < queue_.size() && queue_[lowest_].last >= static_cast<std::int64_t>(end)) {
+        layer[end] = queue_[lowest_].at(static_cast<std::int64_t>(end));
+        first_[static_cast<std::size_t>(k) * (count + 1) + end] = queue_[lowest_].first;
+      }
+    }
+    before.swap(layer);
+  }
+  // Fewer than `layers_` micro-batches would have been found by solve(): the cost falls up to the number found there.
+  cost_ = before;
+  batches_.assign(count + 1, layers_);
+  return cost_.back() != kNever;
+}
+
+void CheapestCut::append_ends(std::int64_t end, std::vector<std::int64_t>& ends) const {
+  const std::size_t begin = ends.size();
+  const std::size_t width = cost_.size();
+  std::int64_t layer = layers_;
+  while (end > 0) {
+    ends.push_back(end);
+    layer = std::max<std::int64_t>(layer - 1, 0);
+    end = first_[static_cast<std::size_t>(layer) * width + static_cast<std::size_t>(end)];
+  }
+  std::reverse(ends.begin() + static_cast<std::ptrdiff_t>(begin), ends.end());
+}
+
+std::int64_t cheapest_total(const Step& step, std::int64_t least, std::int64_t most, double capacity) {
+  const Samples samples{step.cost, step.size, capacity};
+  CheapestCut cut;
+  if (!cut.solve(samples, step.fixed)) {
+    return 0;
+  }
+  std::int64_t bound = cut.cost();
+  if (cut.batches() >= least && cut.batches() <= most) {
+    return bound;
+  }
+  // What a micro-batch costs beyond `fixed`: more than nothing makes for fewer of them, less for more.
+  const bool too_many = cut.batches() > most;
+  const std::int64_t wanted = too_many ? most : least;
+  std::int64_t low = too_many ? 0 : -step.fixed - 1;  // makes for more than wanted, or is not allowed
+  // No price need be higher than all samples cost; far below that none lets the sums of prices overflow.
+  const std::int64_t highest = std::min(step.samples() * step.cost.front() + 1, kNever / 4 / step.samples());
+  std::int64_t high = too_many ? highest : 0;
+  while (high - low > 1) {
+    const std::int64_t extra = between(low, high);
+    cut.solve(samples, step.fixed + extra);
+    bound = std::max(bound, static_cast<std::int64_t>(Wide{cut.cost()} - Wide{extra} * wanted));
+    if (cut.batches() == wanted) {
+      break;
+    }
+    (cut.batches() > wanted ? low : high) = extra;
+  }
+  return bound;
 }
 
 }  // namespace chronica

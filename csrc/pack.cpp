@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <functional>
 #include <numeric>
 #include <optional>
 #include <queue>
@@ -35,28 +36,39 @@ struct Nearest {
 
 class Packer {
  public:
-  Packer(const Step& step, const Speeds& speeds, CountRange counts)
+  /// `room`: (ranks), how large the samples of each rank may be together.
+  Packer(const Step& step, const Speeds& speeds, CountRange counts, std::span<const double> room)
       : step_(step),
         speeds_(speeds),
         counts_(counts),
+        room_(room),
         shares_(static_cast<std::size_t>(speeds.ranks())),
         loads_(static_cast<std::size_t>(speeds.ranks()), step.fixed),
+        sizes_(static_cast<std::size_t>(speeds.ranks()), 0.0),
         extras_(step.samples() - counts.least * speeds.ranks()) {}
 
-  /// Longest processing time first (Graham 1969): each sample onto the rank that would finish it first.
-  void deal() {
+  /// Longest processing time first (Graham 1969): each sample onto the rank that would finish it first. False if a
+  /// sample finds no room; room is looked at only where it is needed.
+  bool deal() {
     if (speeds_.uniform()) {
       deal_uniform();
-      return;
+    } else {
+      deal_one_by_one(false);
     }
-    for (std::int64_t sample = 0; sample < step_.samples(); ++sample) {
-      std::optional<std::int64_t> first;
-      for (std::int64_t rank = 0; rank < speeds_.ranks(); ++rank) {
-        if (may_take(rank) && (!first || finishes_before(rank, *first, sample))) {
-          first = rank;
-        }
+    if (std::equal(sizes_.begin(), sizes_.end(), room_.begin(), std::less_equal<>())) {
+      return true;
+    }
+    clear();
+    return deal_one_by_one(true);
+  }
+
+  /// Start from these shares instead.
+  void begin_with(const Shares& shares) {
+    clear();
+    for (std::int64_t rank = 0; rank < speeds_.ranks(); ++rank) {
+      for (const std::int64_t sample : shares[static_cast<std::size_t>(rank)]) {
+        take(rank, sample);
       }
-      take(*first, sample);
     }
   }
 
@@ -86,6 +98,9 @@ class Packer {
  private:
   [[nodiscard]] std::vector<std::int64_t>& share(std::int64_t rank) { return shares_[static_cast<std::size_t>(rank)]; }
   [[nodiscard]] std::int64_t& load(std::int64_t rank) { return loads_[static_cast<std::size_t>(rank)]; }
+  [[nodiscard]] double& size_on(std::int64_t rank) { return sizes_[static_cast<std::size_t>(rank)]; }
+  [[nodiscard]] double room(std::int64_t rank) const { return room_[static_cast<std::size_t>(rank)]; }
+  [[nodiscard]] double size(std::int64_t sample) const { return step_.size[static_cast<std::size_t>(sample)]; }
   [[nodiscard]] std::int64_t cost(std::int64_t sample) const { return step_.cost[static_cast<std::size_t>(sample)]; }
   [[nodiscard]] std::int64_t count(std::int64_t rank) { return static_cast<std::int64_t>(share(rank).size()); }
   [[nodiscard]] Time time(std::int64_t rank) { return {load(rank), speeds_[rank]}; }
@@ -107,6 +122,33 @@ class Packer {
     }
     share(rank).push_back(sample);
     load(rank) += cost(sample);
+    size_on(rank) += size(sample);
+  }
+
+  void clear() {
+    for (Share& each : shares_) {
+      each.clear();
+    }
+    std::fill(loads_.begin(), loads_.end(), step_.fixed);
+    std::fill(sizes_.begin(), sizes_.end(), 0.0);
+    extras_ = step_.samples() - counts_.least * speeds_.ranks();
+  }
+
+  bool deal_one_by_one(bool within_room) {
+    for (std::int64_t sample = 0; sample < step_.samples(); ++sample) {
+      std::optional<std::int64_t> first;
+      for (std::int64_t rank = 0; rank < speeds_.ranks(); ++rank) {
+        if (may_take(rank) && (!within_room || size_on(rank) + size(sample) <= room(rank)) &&
+            (!first || finishes_before(rank, *first, sample))) {
+          first = rank;
+        }
+      }
+      if (!first) {
+        return false;
+      }
+      take(*first, sample);
+    }
+    return true;
   }
 
   void deal_uniform() {
@@ -156,19 +198,25 @@ class Packer {
     const std::vector<std::int64_t>& takers = share(taker);
 
     Nearest nearest;
+    const auto offer = [&](std::int64_t give, std::optional<std::int64_t> back) {
+      const double bigger = size(give) - (back ? size(*back) : 0.0);
+      if (size_on(taker) + bigger <= room(taker) && size_on(giver) - bigger <= room(giver)) {
+        nearest.offer({give, back, cost(give) - (back ? cost(*back) : 0)}, ideal);
+      }
+    };
     std::size_t smaller = 0;  // the taker's first sample that would come back for at least the ideal
     for (const std::int64_t give : share(giver)) {
       while (smaller < takers.size() && cost(takers[smaller]) > cost(give) - ideal) {
         ++smaller;
       }
       if (smaller < takers.size()) {
-        nearest.offer({give, takers[smaller], cost(give) - cost(takers[smaller])}, ideal);
+        offer(give, takers[smaller]);
       }
       if (smaller > 0) {
-        nearest.offer({give, takers[smaller - 1], cost(give) - cost(takers[smaller - 1])}, ideal);
+        offer(give, takers[smaller - 1]);
       }
       if (may_move) {
-        nearest.offer({give, std::nullopt, cost(give)}, ideal);
+        offer(give, std::nullopt);
       }
     }
     return nearest;
@@ -188,21 +236,36 @@ class Packer {
     target.insert(std::lower_bound(target.begin(), target.end(), sample), sample);
     load(from) -= cost(sample);
     load(to) += cost(sample);
+    size_on(from) -= size(sample);
+    size_on(to) += size(sample);
   }
 
   const Step& step_;
   const Speeds& speeds_;
   CountRange counts_;
-  Shares shares_;  // each ascending, so from the largest sample to the smallest
+  std::span<const double> room_;
+  Shares shares_;
   std::vector<std::int64_t> loads_;
+  std::vector<double> sizes_;
   std::int64_t extras_;  // how many samples go beyond everybody's `least`
 };
 
 }  // namespace
 
-Shares pack(const Step& step, const Speeds& speeds, CountRange counts, const Time& bound) {
-  Packer packer(step, speeds, counts);
-  packer.deal();
+std::optional<Shares> pack(const Step& step, const Speeds& speeds, CountRange counts, std::span<const double> room,
+                           const Time& bound) {
+  Packer packer(step, speeds, counts, room);
+  if (!packer.deal()) {
+    return std::nullopt;
+  }
+  packer.improve(bound);
+  return std::move(packer).shares();
+}
+
+Shares repack(const Step& step, const Speeds& speeds, CountRange counts, std::span<const double> room,
+              const Time& bound, const Shares& shares) {
+  Packer packer(step, speeds, counts, room);
+  packer.begin_with(shares);
   packer.improve(bound);
   return std::move(packer).shares();
 }

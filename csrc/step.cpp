@@ -7,13 +7,9 @@
 #include <numeric>
 
 namespace chronica {
-namespace {
 
-/// Integers up to 2^52 are exact in a double, alone and summed once more.
-constexpr int kIntegerBits = 52;
-
-/// The exponent e for which `count` values of at most `largest` · 2^e add up to at most 2^52.
 int exponent_for(double largest, std::int64_t count) {
+  constexpr int kIntegerBits = 52;
   if (largest == 0.0) {
     return 0;
   }
@@ -25,8 +21,6 @@ std::int64_t scaled(double value, int exponent) {
   return static_cast<std::int64_t>(std::nearbyint(std::ldexp(value, exponent)));
 }
 
-}  // namespace
-
 Speeds::Speeds(std::span<const double> speeds)
     : speed_(speeds.size()),
       fastest_first_(speeds.size()),
@@ -37,6 +31,7 @@ Speeds::Speeds(std::span<const double> speeds)
   std::iota(fastest_first_.begin(), fastest_first_.end(), std::int64_t{0});
   std::stable_sort(fastest_first_.begin(), fastest_first_.end(),
                    [this](std::int64_t a, std::int64_t b) { return (*this)[a] > (*this)[b]; });
+  sum_ = std::accumulate(speed_.begin(), speed_.end(), std::int64_t{0});
   uniform_ = fastest() == slowest();
 }
 
@@ -44,18 +39,32 @@ double Speeds::time(std::int64_t load, std::int64_t speed, int load_exponent) co
   return std::ldexp(static_cast<double>(load) / static_cast<double>(speed), exponent_ - load_exponent);
 }
 
-Step::Step(std::span<const double> costs, double fixed_cost, std::int64_t rank_count)
-    : cost(costs.size()), position(costs.size()) {
-  const double largest = std::max(fixed_cost, *std::max_element(costs.begin(), costs.end()));
+Step::Step(std::span<const double> costs, std::span<const double> sizes, double fixed_cost, std::int64_t rank_count,
+           bool is_padded)
+    : cost(costs.size()), size(costs.size()), position(costs.size()), padded(is_padded) {
+  struct Entry {
+    double key;
+    std::int64_t position;
+  };
+  const std::span<const double> keys = padded ? sizes : costs;
+  std::vector<Entry> order(costs.size());
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    order[i] = {keys[i], static_cast<std::int64_t>(i)};
+  }
+  std::sort(order.begin(), order.end(), [](const Entry& a, const Entry& b) {
+    return a.key > b.key || (a.key == b.key && a.position < b.position);
+  });
+
+  // Each sample in a micro-batch of its own, and a filler on every rank: no load is larger.
+  const double largest = fixed_cost + *std::max_element(costs.begin(), costs.end());
   exponent = exponent_for(largest, static_cast<std::int64_t>(costs.size()) + rank_count);
   fixed = scaled(fixed_cost, exponent);
-
-  std::iota(position.begin(), position.end(), std::int64_t{0});
-  std::stable_sort(position.begin(), position.end(), [&costs](std::int64_t a, std::int64_t b) {
-    return costs[static_cast<std::size_t>(a)] > costs[static_cast<std::size_t>(b)];
-  });
-  std::transform(position.begin(), position.end(), cost.begin(),
-                 [&](std::int64_t sample) { return scaled(costs[static_cast<std::size_t>(sample)], exponent); });
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    const auto at = static_cast<std::size_t>(order[i].position);
+    position[i] = order[i].position;
+    cost[i] = scaled(costs[at], exponent);
+    size[i] = sizes[at];
+  }
 }
 
 }  // namespace chronica

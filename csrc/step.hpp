@@ -9,7 +9,22 @@ namespace chronica {
 /// 128-bit products of two 64-bit integers: ratios are compared by cross multiplication, never by division.
 __extension__ using Wide = __int128;
 
-/// Relative speeds of the ranks as integers whose sum stays below 2^52, so that sums are exact in a double too.
+/// A load and the integer speed it is divided by: an exact rational time.
+struct Time {
+  std::int64_t load = 0;
+  std::int64_t speed = 1;
+
+  friend bool operator<(const Time& a, const Time& b) noexcept {
+    return Wide{a.load} * b.speed < Wide{b.load} * a.speed;
+  }
+};
+
+/// The exponent e for which `count` values of at most `largest` · 2^e add up to at most 2^52, so that their sums are
+/// exact in a double too; and such a value as an integer.
+int exponent_for(double largest, std::int64_t count);
+std::int64_t scaled(double value, int exponent);
+
+/// Relative speeds of the ranks as integers whose sum stays below 2^52.
 class Speeds {
  public:
   explicit Speeds(std::span<const double> speeds);
@@ -23,6 +38,7 @@ class Speeds {
   [[nodiscard]] const std::vector<std::int64_t>& fastest_first() const noexcept { return fastest_first_; }
   [[nodiscard]] std::int64_t fastest() const noexcept { return (*this)[fastest_first_.front()]; }
   [[nodiscard]] std::int64_t slowest() const noexcept { return (*this)[fastest_first_.back()]; }
+  [[nodiscard]] std::int64_t sum() const noexcept { return sum_; }
 
   /// The time a rank of integer speed `speed` takes for `load`, in the unit of cost ÷ speed that the caller gave.
   /// One correctly rounded division of exact doubles: it never reverses an order of the exact ratios.
@@ -31,21 +47,26 @@ class Speeds {
  private:
   std::vector<std::int64_t> speed_;
   std::vector<std::int64_t> fastest_first_;
+  std::int64_t sum_ = 0;
   bool uniform_ = true;
   int exponent_ = 0;  // integer speed = given speed · 2^exponent_
 };
 
 /// One step's samples as the solvers see them: integer costs, largest first.
 struct Step {
-  /// Quantise the costs of a step so that no load can exceed 2^52. Ties keep their drawn order.
-  Step(std::span<const double> costs, double fixed_cost, std::int64_t rank_count);
+  /// Quantise the costs of a step so that no load can exceed 2^52, every sample alone in its micro-batch. Samples are
+  /// sorted by size if they are padded (a larger one then never costs less), else by cost; ties keep their drawn order.
+  Step(std::span<const double> costs, std::span<const double> sizes, double fixed_cost, std::int64_t rank_count,
+       bool padded);
 
   [[nodiscard]] std::int64_t samples() const noexcept { return static_cast<std::int64_t>(cost.size()); }
 
   std::vector<std::int64_t> cost;      // (samples), descending
+  std::vector<double> size;            // (samples), what counts towards the capacity of a micro-batch
   std::vector<std::int64_t> position;  // (samples), where each stood in the drawn order of the step
-  std::int64_t fixed = 0;              // what every rank pays for its micro-batch
+  std::int64_t fixed = 0;              // what every micro-batch costs besides
   int exponent = 0;                    // integer cost = given cost · 2^exponent
+  bool padded = true;                  // a micro-batch costs fixed + n · its largest; else fixed + Σ
 };
 
 /// How many samples a rank takes: everybody from `least` to `most`, all of them together exactly the step's.
@@ -54,7 +75,15 @@ struct CountRange {
   std::int64_t most = 1;
 };
 
-/// Which samples (indices into Step::cost) each rank takes.
-using Shares = std::vector<std::vector<std::int64_t>>;
+/// What the ranks may take: how many samples, in how many micro-batches, and how large each of these may be.
+struct Limits {
+  CountRange counts;
+  std::int64_t micro_batches = 1;
+  std::span<const double> capacity;  // (ranks), largest n · max size (padded) or Σ size of a micro-batch
+};
+
+/// A rank's samples (indices into Step::cost), ascending: from its largest to its smallest. And those of all ranks.
+using Share = std::vector<std::int64_t>;
+using Shares = std::vector<Share>;
 
 }  // namespace chronica

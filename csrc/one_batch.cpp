@@ -1,0 +1,273 @@
+#include "one_batch.hpp"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdlib>
+#include <numeric>
+#include <vector>
+
+namespace chronica {
+namespace {
+
+/// Ranks of one speed, by number.
+struct SpeedClass {
+  std::int64_t speed;
+  std::vector<std::int64_t> ranks;
+};
+
+std::vector<SpeedClass> group_by_speed(const Speeds& speeds) {
+  std::vector<SpeedClass> classes;
+  for (const std::int64_t rank : speeds.fastest_first()) {
+    if (classes.empty() || classes.back().speed != speeds[rank]) {
+      classes.push_back({speeds[rank], {}});
+    }
+    classes.back().ranks.push_back(rank);
+  }
+  return classes;
+}
+
+/// Finds the order of the ranks along the size-sorted samples, and their counts, that keep a given makespan.
+///
+/// A state is how many ranks of each speed have taken their samples; it remembers the furthest sample they can reach.
+/// Reaching further is never worse (what is left is smaller), so this is exact. With too many states only the order
+/// fastest first is tried.
+class Cutter {
+ public:
+  Cutter(const Step& step, const Speeds& speeds, const Limits& limits)
+      : step_(step), speeds_(speeds), limits_(limits), counts_(limits.counts), classes_(group_by_speed(speeds)) {
+    std::size_t states = 1;
+    for (const SpeedClass& each : classes_) {
+      strides_.push_back(states);
+      states *= each.ranks.size() + 1;
+      if (states > kMostStates) {
+        fixed_order_ = true;
+        states = static_cast<std::size_t>(speeds.ranks()) + 1;
+        break;
+      }
+    }
+    reach_.resize(states);
+    choice_.resize(states);
+  }
+
+  /// The shares of least makespan; nothing if the limits allow none that ends before `below`.
+  std::optional<Shares> solve(std::optional<Time> below) {
+    // Makespans are loads of the fastest rank. Within the upper end everybody can take `most` samples; the search
+    // starts near the mean.
+    const Wide all = Wide{step_.fixed} + Wide{counts_.most} * step_.cost.front();
+    Wide certain = all * speeds_.fastest() / speeds_.slowest() + 1;
+    if (below) {
+      certain = std::min(certain, (Wide{below->load} * speeds_.fastest() - 1) / below->speed);
+    }
+    if (certain < 0 || !fits(certain)) {
+      return std::nullopt;
+    }
+    Wide feasible = std::accumulate(step_.cost.begin(), step_.cost.end(), std::int64_t{0}) / speeds_.ranks() + 1;
+    Wide infeasible = -1;
+    feasible = std::min(feasible, certain);
+    while (feasible < certain && !fits(feasible)) {
+      infeasible = feasible;
+      feasible = std::min(feasible * 2, certain);
+    }
+    while (feasible - infeasible > 1) {
+      const Wide middle = infeasible + (feasible - infeasible) / 2;
+      (fits(middle) ? feasible : infeasible) = middle;
+    }
+    fits(feasible);
+    std::vector<Run> runs = found();
+    if (counts_.least < counts_.most) {
+      level(runs, feasible);
+    }
+    return shares(runs);
+  }
+
+ private:
+  static constexpr std::size_t kMostStates = 4096;
+
+  /// The load that a rank of this speed may carry when the fastest rank may carry `makespan`.
+  [[nodiscard]] std::int64_t capacity(Wide makespan, std::int64_t speed) const noexcept {
+    constexpr Wide most = std::int64_t{1} << 62;
+    return static_cast<std::int64_t>(std::min(makespan * speed / speeds_.fastest(), most));
+  }
+
+  /// How many samples from `first` on fit a capacity; 0 where fewer than `least` do. Leaves `least` for each later
+  /// rank.
+  [[nodiscard]] std::int64_t take(std::int64_t first, std::int64_t rank, std::int64_t capacity,
+                                  std::int64_t ranks_after) const noexcept {
+    const std::int64_t room = capacity - step_.fixed;
+    if (room < 0) {
+      return 0;
+    }
+    const std::int64_t cost = step_.cost[static_cast<std::size_t>(first)];
+    std::int64_t count = std::min(counts_.most, step_.samples() - first - counts_.least * ranks_after);
+    if (cost > 0) {
+      count = std::min(count, room / cost);
+    }
+    while (count > 0 && !is_small_enough(first, count, rank)) {
+      count = std::min(count - 1, static_cast<std::int64_t>(limits_.capacity[static_cast<std::size_t>(rank)] /
+                                                            step_.size[static_cast<std::size_t>(first)]));
+    }
+    return count >= counts_.least ? count : 0;
+  }
+
+  [[nodiscard]] bool is_small_enough(std::int64_t first, std::int64_t count, std::int64_t rank) const noexcept {
+    return step_.size[static_cast<std::size_t>(first)] * static_cast<double>(count) <=
+           limits_.capacity[static_cast<std::size_t>(rank)];
+  }
+
+  bool fits(Wide makespan) {
+    capacity_.clear();
+    if (fixed_order_) {
+      return fits_in_order(makespan);
+    }
+    for (const SpeedClass& each : classes_) {
+      capacity_.push_back(capacity(makespan, each.speed));
+    }
+    reach_[0] = 0;
+    for (std::size_t state = 1; state < reach_.size(); ++state) {
+      reach_[state] = kUnreachable;
+      for (std::size_t c = 0; c < classes_.size(); ++c) {
+        if (used(state, c) > 0) {
+          extend(state, state - strides_[c], c);
+        }
+      }
+    }
+    return reach_.back() == step_.samples();
+  }
+
+  /// Let one more rank of class `c` take its samples after the ranks of state `before`.
+  void extend(std::size_t state, std::size_t before, std::size_t c) {
+    if (reach_[before] == kUnreachable) {
+      return;
+    }
+    std::int64_t ranks_after = speeds_.ranks();
+    for (std::size_t each = 0; each < classes_.size(); ++each) {
+      ranks_after -= static_cast<std::int64_t>(used(state, each));
+    }
+    const std::int64_t count = take(reach_[before], classes_[c].ranks.front(), capacity_[c], ranks_after);
+    if (count > 0 && reach_[before] + count > reach_[state]) {
+      reach_[state] = reach_[before] + count;
+      choice_[state] = c;
+    }
+  }
+
+  bool fits_in_order(Wide makespan) {
+    reach_[0] = 0;
+    for (std::size_t place = 1; place < reach_.size(); ++place) {
+      const std::int64_t rank = speeds_.fastest_first()[place - 1];
+      const auto ranks_after = static_cast<std::int64_t>(reach_.size() - 1 - place);
+      const std::int64_t count = take(reach_[place - 1], rank, capacity(makespan, speeds_[rank]), ranks_after);
+      if (count == 0) {
+        return false;
+      }
+      reach_[place] = reach_[place - 1] + count;
+    }
+    return reach_.back() == step_.samples();
+  }
+
+  /// How many ranks of class `c` have their samples in this state: a digit of its mixed-radix number.
+  [[nodiscard]] std::size_t used(std::size_t state, std::size_t c) const noexcept {
+    return state / strides_[c] % (classes_[c].ranks.size() + 1);
+  }
+
+  /// The samples of a rank: a run of the sorted step.
+  struct Run {
+    std::int64_t rank;
+    std::int64_t first;
+    std::int64_t end;
+  };
+
+  /// The runs of the makespan that was found to fit last, along the sorted step.
+  [[nodiscard]] std::vector<Run> found() const {
+    std::vector<Run> runs;
+    std::size_t state = reach_.size() - 1;
+    while (state > 0) {
+      std::size_t before = state - 1;
+      std::int64_t rank = 0;
+      if (fixed_order_) {
+        rank = speeds_.fastest_first()[before];
+      } else {
+        const std::size_t c = choice_[state];
+        before = state - strides_[c];
+        rank = classes_[c].ranks[used(before, c)];
+      }
+      runs.push_back({rank, reach_[before], reach_[state]});
+      state = before;
+    }
+    std::reverse(runs.begin(), runs.end());
+    return runs;
+  }
+
+  /// Move the borders between neighbouring runs where that lowers the total load, or evens counts at no cost, while
+  /// everybody still ends by `makespan`.
+  void level(std::vector<Run>& runs, Wide makespan) const {
+    constexpr int kMostRounds = 8;
+    bool moved = true;
+    for (int round = 0; round < kMostRounds && moved; ++round) {
+      moved = false;
+      for (std::size_t i = 0; i + 1 < runs.size(); ++i) {
+        const std::int64_t border = best_border(runs[i], runs[i + 1], makespan);
+        moved = moved || border != runs[i].end;
+        runs[i].end = runs[i + 1].first = border;
+      }
+    }
+  }
+
+  [[nodiscard]] std::int64_t best_border(const Run& left, const Run& right, Wide makespan) const {
+    const std::int64_t left_cost = step_.cost[static_cast<std::size_t>(left.first)];
+    // Summed loads ÷ speeds, both multiplied by the two speeds.
+    const auto total = [&](std::int64_t border) {
+      return Wide{(border - left.first) * left_cost} * speeds_[right.rank] +
+             Wide{(right.end - border) * step_.cost[static_cast<std::size_t>(border)]} * speeds_[left.rank];
+    };
+    const auto unevenness = [&](std::int64_t border) { return std::abs(2 * border - left.first - right.end); };
+    std::int64_t best = left.end;
+    for (std::int64_t border = left.first + counts_.least; border <= right.end - counts_.least; ++border) {
+      const Wide difference = total(border) - total(best);
+      if ((difference < 0 || (difference == 0 && unevenness(border) < unevenness(best))) &&
+          is_allowed({left.rank, left.first, border}, makespan) &&
+          is_allowed({right.rank, border, right.end}, makespan)) {
+        best = border;
+      }
+    }
+    return best;
+  }
+
+  [[nodiscard]] bool is_allowed(const Run& run, Wide makespan) const {
+    const std::int64_t count = run.end - run.first;
+    return count <= counts_.most && is_small_enough(run.first, count, run.rank) &&
+           step_.fixed + count * step_.cost[static_cast<std::size_t>(run.first)] <=
+               capacity(makespan, speeds_[run.rank]);
+  }
+
+  [[nodiscard]] Shares shares(const std::vector<Run>& runs) const {
+    Shares result(static_cast<std::size_t>(speeds_.ranks()));
+    for (const Run& run : runs) {
+      Share& share = result[static_cast<std::size_t>(run.rank)];
+      share.resize(static_cast<std::size_t>(run.end - run.first));
+      std::iota(share.begin(), share.end(), run.first);
+    }
+    return result;
+  }
+
+  static constexpr std::int64_t kUnreachable = -1;
+
+  const Step& step_;
+  const Speeds& speeds_;
+  const Limits& limits_;
+  CountRange counts_;
+  std::vector<SpeedClass> classes_;
+  std::vector<std::size_t> strides_;
+  std::vector<std::int64_t> capacity_;  // (classes)
+  std::vector<std::int64_t> reach_;     // (states), the furthest end
+  std::vector<std::size_t> choice_;     // (states), the class that took its samples last
+  bool fixed_order_ = false;
+};
+
+}  // namespace
+
+std::optional<Shares> one_batch_each(const Step& step, const Speeds& speeds, const Limits& limits,
+                                     std::optional<Time> below) {
+  return Cutter(step, speeds, limits).solve(below);
+}
+
+}  // namespace chronica

@@ -1,0 +1,155 @@
+#include "split.hpp"
+
+#include <algorithm>
+#include <cstddef>
+#include <numeric>
+#include <utility>
+
+namespace chronica {
+
+std::int64_t batch_cost(const Step& step, const Share& share, std::int64_t first, std::int64_t end) {
+  const auto cost = [&step](std::int64_t sample) { return step.cost[static_cast<std::size_t>(sample)]; };
+  if (step.padded) {
+    return step.fixed + (end - first) * cost(share[static_cast<std::size_t>(first)]);
+  }
+  return std::accumulate(share.begin() + first, share.begin() + end, step.fixed,
+                         [&](std::int64_t sum, std::int64_t sample) { return sum + cost(sample); });
+}
+
+std::optional<Split> Splitter::split(std::int64_t rank, Share& share) {
+  return step_.padded ? split_padded(rank, share) : split_packed(rank, share);
+}
+
+double Splitter::finish(std::int64_t rank, const Split& split) const {
+  const double load = speeds_.time(split.load, speeds_[rank], step_.exponent);
+  const double tail = kBackwardShare * speeds_.time(split.largest, speeds_[rank], step_.exponent);
+  return std::max(load, comm_ + (load - tail));
+}
+
+std::optional<Split> Splitter::split_padded(std::int64_t rank, const Share& share) {
+  const auto count = static_cast<std::int64_t>(share.size());
+  const double capacity = limits_.capacity[static_cast<std::size_t>(rank)];
+  const bool fits_whole = step_.size[static_cast<std::size_t>(share.front())] * static_cast<double>(count) <= capacity;
+  if (limits_.micro_batches == 1) {
+    return fits_whole ? std::optional(measured(share, {count})) : std::nullopt;
+  }
+  cost_.resize(share.size());
+  size_.resize(share.size());
+  for (std::size_t i = 0; i < share.size(); ++i) {
+    cost_[i] = step_.cost[static_cast<std::size_t>(share[i])];
+    size_[i] = step_.size[static_cast<std::size_t>(share[i])];
+  }
+  if (!cut_.solve_within({cost_, size_, capacity}, step_.fixed, limits_.micro_batches)) {
+    return std::nullopt;
+  }
+  std::vector<std::int64_t> ends;
+  cut_.append_ends(count, ends);
+  Split best = measured(share, std::move(ends));
+  if (comm_ > 0.0) {
+    lengthen_last(rank, share, best);
+  }
+  return best;
+}
+
+/// Try every contiguous run as the micro-batch that comes last, the samples before and behind it cut as cheaply as
+/// possible: a longer backward pass for the allreduce to overlap with may be worth some padding.
+void Splitter::lengthen_last(std::int64_t rank, const Share& share, Split& best) {
+  const auto count = static_cast<std::int64_t>(share.size());
+  const double capacity = limits_.capacity[static_cast<std::size_t>(rank)];
+  const auto fits = [&](std::int64_t first, std::int64_t end) {
+    return size_[static_cast<std::size_t>(first)] * static_cast<double>(end - first) <= capacity;
+  };
+  cut_.solve({cost_, size_, capacity}, step_.fixed);
+  // The cheapest cut of all samples from each one on; shares are short, so trying every first end is quick enough.
+  std::vector<std::int64_t> behind(share.size() + 1, 0);
+  std::vector<std::int64_t> batches(share.size() + 1, 0);
+  std::vector<std::int64_t> next(share.size() + 1, 0);
+  for (std::int64_t first = count - 1; first >= 0; --first) {
+    const auto at = static_cast<std::size_t>(first);
+    for (std::int64_t end = first + 1; end <= count && fits(first, end); ++end) {
+      const std::int64_t cost = batch_cost(step_, share, first, end) + behind[static_cast<std::size_t>(end)];
+      if (end == first + 1 || cost < behind[at]) {
+        behind[at] = cost;
+        next[at] = end;
+        batches[at] = batches[static_cast<std::size_t>(end)] + 1;
+      }
+    }
+  }
+  double earliest = finish(rank, best);
+  std::pair<std::int64_t, std::int64_t> last{0, 0};
+  for (std::int64_t first = 0; first < count; ++first) {
+    for (std::int64_t end = first + 1; end <= count && fits(first, end); ++end) {
+      const Split trial{{},
+                        cut_.cost(first) + batch_cost(step_, share, first, end) + behind[static_cast<std::size_t>(end)],
+                        batch_cost(step_, share, first, end)};
+      if (cut_.batches(first) + 1 + batches[static_cast<std::size_t>(end)] > limits_.micro_batches) {
+        continue;
+      }
+      const double finished = finish(rank, trial);
+      if (finished < earliest || (finished == earliest && trial.load < best.load)) {
+        earliest = finished;
+        best = trial;
+        last = {first, end};
+      }
+    }
+  }
+  if (best.ends.empty()) {
+    cut_.append_ends(last.first, best.ends);
+    for (std::int64_t end = last.second; end != 0; end = end == count ? 0 : next[static_cast<std::size_t>(end)]) {
+      best.ends.push_back(end);
+    }
+    best = measured(share, std::move(best.ends));
+  }
+}
+
+/// Without padding more micro-batches only cost more, so there are as few as the capacity allows, nearly: each sample,
+/// the largest first, goes into the first micro-batch with room for it.
+std::optional<Split> Splitter::split_packed(std::int64_t rank, Share& share) const {
+  const auto size = [this](std::int64_t sample) { return step_.size[static_cast<std::size_t>(sample)]; };
+  const double capacity = limits_.capacity[static_cast<std::size_t>(rank)];
+  const double total = std::accumulate(share.begin(), share.end(), 0.0,
+                                       [&](double sum, std::int64_t sample) { return sum + size(sample); });
+  if (total <= capacity) {
+    return measured(share, {static_cast<std::int64_t>(share.size())});
+  }
+  std::stable_sort(share.begin(), share.end(), [&](std::int64_t a, std::int64_t b) { return size(a) > size(b); });
+  Shares batches;
+  std::vector<double> used;
+  for (const std::int64_t sample : share) {
+    std::size_t place = 0;
+    while (place < batches.size() && used[place] + size(sample) > capacity) {
+      ++place;
+    }
+    if (place == batches.size()) {
+      if (size(sample) > capacity || std::ssize(batches) == limits_.micro_batches) {
+        return std::nullopt;
+      }
+      batches.emplace_back();
+      used.push_back(0.0);
+    }
+    batches[place].push_back(sample);
+    used[place] += size(sample);
+  }
+  share.clear();
+  std::vector<std::int64_t> ends;
+  for (Share& batch : batches) {
+    std::sort(batch.begin(), batch.end());
+    share.insert(share.end(), batch.begin(), batch.end());
+    ends.push_back(static_cast<std::int64_t>(share.size()));
+  }
+  return measured(share, std::move(ends));
+}
+
+Split Splitter::measured(const Share& share, std::vector<std::int64_t> ends) const {
+  Split split{std::move(ends), 0, 0};
+  std::int64_t first = 0;
+  for (const std::int64_t end : split.ends) {
+    const std::int64_t cost = batch_cost(step_, share, first, end);
+    split.load += cost;
+    split.largest = std::max(split.largest, cost);
+    first = end;
+  }
+  return split;
+}
+
+}  // namespace chronica
