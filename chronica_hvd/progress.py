@@ -132,9 +132,15 @@ class Progress:
         self._finished = None
         step = self._oldest_unless_too_many()
         if not self._lookahead or step.micro_batches == 1:
-            weight = self._weight(step)
+            if step.taken - step.reached > 1:
+                raise RuntimeError(
+                    f"{step.taken - step.reached} micro-batches of step {step.ticket.step} were taken without a "
+                    "backward pass in between, so the weight of this gradient is unknown. Call backward() for every "
+                    "micro-batch before taking the next; if a wrapper reads ahead, say so: "
+                    "DistributedOptimizer(..., lookahead=1)"
+                )
             step.reached = step.taken
-            return weight
+            return self._weight(step)
         if backward_pass != step.backward_pass:
             if step.reached == step.taken:
                 raise RuntimeError(
@@ -212,16 +218,7 @@ class Progress:
 
     def _weight(self, step: OpenStep) -> float:
         """Return the factor of the micro-batch at work: taken last or, where a wrapper reads ahead, reached last."""
-        if self._lookahead:
-            return step.ticket.weights[max(step.reached, 1) - 1]
-        if self._lookahead is not None and step.taken - step.reached > 1:
-            raise RuntimeError(
-                f"{step.taken - step.reached} micro-batches of step {step.ticket.step} were taken without a backward "
-                "pass in between, so the weight of this gradient or value is unknown. Call backward() for every "
-                "micro-batch before taking the next; if a wrapper reads ahead, say so: "
-                "DistributedOptimizer(..., lookahead=1)"
-            )
-        return step.ticket.weights[step.taken - 1]
+        return step.ticket.weights[(max(step.reached, 1) if self._lookahead else step.taken) - 1]
 
     def _oldest_unless_too_many(self) -> OpenStep:
         lookahead = self._lookahead or 0

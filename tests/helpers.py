@@ -42,24 +42,27 @@ def distributed_sampler_steps(
     return [sorted(drawn[first : first + size]) for first in range(0, samples, size)]
 
 
-def recut(plan: chronica.Plan, loss_weights: NDArray[np.float64] | str, seed: int, most: int = 4) -> chronica.Plan:
-    """Return the plan with each rank's batch of each step cut anew, into 1 to ``most`` micro-batches drawn by ``seed``.
+def recut(
+    plan: chronica.Plan, loss_weights: NDArray[np.float64] | str, seed: int, pieces: int | None = None
+) -> chronica.Plan:
+    """Return the plan with each rank's batch of each step cut anew, into micro-batches that ``seed`` draws.
 
-    ``loss_weights`` are the samples' (``"sum"``: losses are summed).
+    ``loss_weights`` are the samples' (``"sum"``: losses are summed). Each batch is cut into ``pieces`` where it has
+    enough samples, by default into 1 to 4 as drawn.
     """
     random = np.random.default_rng(seed)
     indices, counts, factors = [], [], []
     for step in range(plan.steps):
         for rank in range(plan.ranks):
             whole = np.concatenate(plan.batches(step, rank))
-            pieces = min(int(random.integers(1, most + 1)), len(whole))
-            places = np.sort(random.choice(np.arange(1, len(whole)), pieces - 1, replace=False))
+            number = min(pieces or int(random.integers(1, 5)), len(whole))
+            places = np.sort(random.choice(np.arange(1, len(whole)), number - 1, replace=False))
             batches = np.split(random.permutation(whole), places)
             indices += batches
-            counts.append(pieces)
+            counts.append(number)
             weight = plan.weights[step, rank]
             if isinstance(loss_weights, str):
-                factors += [weight] * pieces
+                factors += [weight] * number
             else:
                 total = loss_weights[whole].sum()
                 factors += [weight * loss_weights[batch].sum() / total if total > 0.0 else 0.0 for batch in batches]
@@ -73,15 +76,14 @@ def recut(plan: chronica.Plan, loss_weights: NDArray[np.float64] | str, seed: in
     )
 
 
-def recut_sampler(sampler: chronica.BatchSampler, seed: int, most: int = 4) -> chronica.BatchSampler:
-    """Return the sampler with its plans cut anew (see :func:`recut`), as one of micro-batches."""
+def recut_sampler(sampler: chronica.BatchSampler, seed: int, pieces: int | None = None) -> chronica.BatchSampler:
+    """Return the sampler with its plans cut anew (see :func:`recut`)."""
     planner = sampler._planner
-    weights = planner.loss_weights
+    weights: NDArray[np.float64] | str | None = planner.workload.loss_weights
     if isinstance(planner.options.loss_weight, str) and planner.options.loss_weight == "sum":
         weights = "sum"
     elif weights is None:
         weights = np.ones(sampler.samples)
     plan = planner.plan
-    planner.plan = lambda epoch: recut(plan(epoch), weights, seed + epoch, most)  # type: ignore[method-assign]
-    sampler.micro_batches = "auto"
+    planner.plan = lambda epoch: recut(plan(epoch), weights, seed + epoch, pieces)  # type: ignore[method-assign]
     return sampler

@@ -27,6 +27,11 @@ def base(ranks: int, name: str = "base", **changes: object) -> Case:
     return Case(**{"name": name, "samples": 4 * 4 * ranks + 1, "loss_weight": "sizes", **changes})
 
 
+def micro_batched(ranks: int, name: str, **changes: object) -> Case:
+    """Return a run whose steps have other numbers of micro-batches on every rank."""
+    return base(ranks, name, **{"plan": {"micro_batches": "auto"}, "loop": "steps", "cut": 0, **changes})
+
+
 def _splits(ranks: int) -> list[Case]:
     """Every model × loss weight × local batch × padding, with a last step of one sample and of some more."""
     product = itertools.product(
@@ -96,28 +101,34 @@ def _data_sets(ranks: int) -> list[Case]:
 
 
 def _micro_batches(ranks: int) -> list[Case]:
-    """Plans cut anew, so that every rank has another number of micro-batches in every step."""
-    product = itertools.product(("mlp", "transformer"), ("samples", "sizes", "array"), ("max", "none"), (1, ranks + 1))
+    """Plans with micro-batches, and plans cut anew so that ranks and steps have other numbers of them."""
+    product = itertools.product(
+        ("mlp", "transformer"),
+        ("samples", "sizes", "array"),
+        ("max", "none"),
+        ((3, 1), ("auto", ranks + 1), ("cut", 1), ("cut", ranks + 1)),
+    )
     splits = [
         base(
             ranks,
-            f"cut-{model}-{loss_weight}-{padding}-tail{tail}",
+            f"micro-{model}-{loss_weight}-{padding}-{most}-tail{tail}",
             model=model,
             samples=4 * 4 * ranks + tail,
             loss_weight=loss_weight,
-            plan={"padding": padding},
+            plan={"padding": padding, "micro_batches": "auto" if most == "cut" else most},
             loop="steps",
-            cut=tail,
+            cut=tail if most == "cut" else None,
         )
-        for model, loss_weight, padding, tail in product
+        for model, loss_weight, padding, (most, tail) in product
     ]
+    automatic = {"micro_batches": "auto"}
     workers = {"num_workers": 2, "persistent_workers": True}
     ahead = {"lookahead": 1}
-    cut = functools.partial(base, ranks, loop="steps", cut=0)
+    cut = functools.partial(micro_batched, ranks)
     return [
         *splits,
+        cut("cut"),
         cut("cut-again", cut=100),
-        cut("cut-0"),
         cut("cut-workers", loader=workers),
         cut("cut-ahead", loop="ahead", optimizer=ahead),
         cut("cut-ahead-workers", loop="ahead", optimizer=ahead, loader=workers, model="transformer"),
@@ -135,8 +146,16 @@ def _micro_batches(ranks: int) -> list[Case]:
         cut("cut-sparse-as-dense", model="bag", optimizer={"sparse_as_dense": True}),
         cut("cut-experts", model="experts"),
         cut("cut-experts-ahead", model="experts", loop="ahead", optimizer=ahead),
-        cut("cut-speeds", speeds=(1.0, 0.5, 2.0)[:ranks], plan={"local_batch": "equal"}),
+        cut("cut-speeds", speeds=(1.0, 0.5, 2.0)[:ranks], plan={**automatic, "local_batch": "equal"}),
         cut("cut-summed-losses", loss_weight="sum"),
         cut("cut-fewer-samples-than-ranks", samples=max(1, ranks - 1), batch_size=8),
+        cut("cut-fillers-of-two", plan={**automatic, "min_local_batch": 2}),
+        cut("cut-fillers-of-two-ahead", plan={**automatic, "min_local_batch": 2}, loop="steps_ahead", optimizer=ahead),
+        cut(
+            "cut-fillers-of-two-without-backward",
+            plan={**automatic, "min_local_batch": 2},
+            update="skip_fillers",
+            cut=3,
+        ),
         cut("cut-long", samples=LONG_STEPS * 2 * ranks - 1, batch_size=2),
     ]

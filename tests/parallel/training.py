@@ -34,6 +34,7 @@ class Case:
     loader: dict[str, Any] = field(default_factory=dict)  # options of the loader
     optimizer: dict[str, Any] = field(default_factory=dict)  # options of the optimizer; op by its name
     cut: int | None = None  # seed of other cuts into micro-batches than the plan's
+    pieces: int | None = None  # so many micro-batches where a cut has enough samples, instead of 1 to 4
     loop: str = "plain"  # or "steps", "ahead", "steps_ahead"
     update: str = "plain"  # or "clip", "scheduler", "skip_fillers", "scaler"
     by_hand: bool = False  # num_replicas and rank given, as to torch's DistributedSampler
@@ -100,7 +101,8 @@ class Data(torch.utils.data.Dataset):
         """Cut a plan anew if the case says so."""
         if self.case.cut is None:
             return plan
-        return recut(plan, "sum" if self.case.loss_weight == "sum" else self.loss_weights, self.case.cut + epoch)
+        weights = "sum" if self.case.loss_weight == "sum" else self.loss_weights
+        return recut(plan, weights, self.case.cut + epoch, self.case.pieces)
 
     def __len__(self) -> int:
         return len(self.sizes)

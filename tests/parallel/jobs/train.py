@@ -32,7 +32,7 @@ class Run:
             self.data.sizes, case.batch_size, **self._replicas(), **self.data.plan_options
         )
         if case.cut is not None:
-            recut_sampler(self.sampler, case.cut)
+            recut_sampler(self.sampler, case.cut, case.pieces)
         self.loader = chronica_hvd.DataLoader(self.data, batch_sampler=self.sampler, collate_fn=collate, **case.loader)
         self.model = build(case, seed=7 + (hvd.rank() if case.broadcast else 0))
         self.optimizer = self.wrap() if with_optimizer else None
