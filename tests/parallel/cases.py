@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 
-from training import Case
+from training import LONGEST, Case
 
 import chronica_hvd
 
@@ -105,8 +105,7 @@ def _micro_batches(ranks: int) -> list[Case]:
     product = itertools.product(
         ("mlp", "transformer"),
         ("samples", "sizes", "array"),
-        ("max", "none"),
-        ((3, 1), ("auto", ranks + 1), ("cut", 1), ("cut", ranks + 1)),
+        (("max", 3, 1), ("max", "auto", ranks + 1), ("max", "cut", 1), ("none", "cut", ranks + 1)),
     )
     splits = [
         base(
@@ -119,7 +118,7 @@ def _micro_batches(ranks: int) -> list[Case]:
             loop="steps",
             cut=tail if most == "cut" else None,
         )
-        for model, loss_weight, padding, (most, tail) in product
+        for model, loss_weight, (padding, most, tail) in product
     ]
     automatic = {"micro_batches": "auto"}
     workers = {"num_workers": 2, "persistent_workers": True}
@@ -127,6 +126,7 @@ def _micro_batches(ranks: int) -> list[Case]:
     cut = functools.partial(micro_batched, ranks)
     return [
         *splits,
+        base(ranks, "micro-capped", loop="steps", plan={**automatic, "padding": "none", "max_size": LONGEST}),
         cut("cut"),
         cut("cut-again", cut=100),
         cut("cut-workers", loader=workers),
