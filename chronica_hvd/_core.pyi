@@ -40,4 +40,21 @@ def assign(
     NDArray[np.float64],
     int,
 ]: ...
+def regroup(
+    costs: NDArray[np.float64],
+    speeds: NDArray[np.float64],
+    *,
+    fixed_cost: float,
+    global_batch: int,
+    most_moved: int,
+) -> NDArray[np.int64]: ...
+def deal(
+    costs: NDArray[np.float64],
+    speeds: NDArray[np.float64],
+    *,
+    policy: str,
+    fixed_cost: float,
+    global_batch: int,
+    seed: int,
+) -> NDArray[np.int64]: ...
 def permutation(n: int, seed: int) -> NDArray[np.int64]: ...

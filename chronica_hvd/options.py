@@ -6,25 +6,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from chronica_hvd import checks
 
 LOSS_WEIGHTS = ("samples", "sizes", "sum")
-
-#: Options whose other values are checked but not built yet: name → the value that works.
-NOT_BUILT = {
-    "reorder": "batch",
-    "micro_batches": 1,
-    "max_size": None,
-    "pad_to": None,
-    "comm": 0.0,
-    "min_local_batch": 1,
-    "normalize": None,
-    "policy": "balanced",
-    "first": None,
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
@@ -33,7 +17,7 @@ class PlanOptions:
     Raises
     ------
     TypeError, ValueError
-        A value is not allowed, whether or not its option is built.
+        A value, or two together, are not allowed.
     """
 
     indices: Any = None
@@ -62,16 +46,19 @@ class PlanOptions:
         checks.choice("local_batch", self.local_batch, ("free", "equal"))
         checks.choice("reorder", self.reorder, ("batch", "window"))
         self._keep_integer("window", least=1)
-        if checks.real("max_moved", self.max_moved, least=0.0) > 1.0:
+        object.__setattr__(self, "max_moved", checks.real("max_moved", self.max_moved, least=0.0))
+        if self.max_moved > 1.0:
             raise ValueError(f"max_moved is a share of the samples, at most 1, not {self.max_moved}")
         if isinstance(self.micro_batches, str):
             checks.choice("micro_batches", self.micro_batches, ("auto",))
         else:
-            checks.integer("micro_batches", self.micro_batches, least=1)
-        if self.max_size is not None and checks.real("max_size", self.max_size) <= 0:
-            raise ValueError(f"max_size must be positive or None, not {self.max_size}")
+            self._keep_integer("micro_batches", least=1, most=2**40)
+        if self.max_size is not None:
+            object.__setattr__(self, "max_size", checks.real("max_size", self.max_size))
+            if self.max_size <= 0:
+                raise ValueError(f"max_size must be positive or None, not {self.max_size}")
         self._check_pad_to()
-        checks.real("comm", self.comm, least=0.0)
+        object.__setattr__(self, "comm", checks.real("comm", self.comm, least=0.0))
         self._keep_integer("min_local_batch", least=1)
         checks.choice("normalize", self.normalize, (None, "step", "epoch"))
         checks.boolean("shuffle", self.shuffle)
@@ -84,26 +71,33 @@ class PlanOptions:
             raise TypeError(f"loss_weight must be one of {', '.join(map(repr, LOSS_WEIGHTS))} or an array, not None")
         checks.choice("policy", self.policy, ("balanced", "plain", "static", "dynamic", "guided"))
         checks.choice("first", self.first, (None, "largest"))
+        self._check_normalize()
 
     def _keep_integer(self, name: str, least: int, most: int | None = None) -> None:
         """Check an integer and keep it as Python's own: NumPy's overflow in arithmetic."""
         object.__setattr__(self, name, checks.integer(name, getattr(self, name), least, most))
 
+    def _check_normalize(self) -> None:
+        if self.reorder == "batch" or self.normalize is not None:
+            return
+        if not isinstance(self.loss_weight, str) or self.loss_weight != "samples":
+            raise ValueError(
+                'reorder="window" gathers the long samples in few steps, and with a loss_weight other than "samples" '
+                "each step divides by its own total, so that these samples would count less than in plain batches. "
+                'Say what you want: normalize="epoch" (every step divides by the epoch\'s mean total: each unit of '
+                'weight counts alike) or normalize="step" (accept it)'
+            )
+
     def _check_pad_to(self) -> None:
         if self.pad_to is None:
             return
+        if self.padding == "none":
+            raise ValueError('pad_to needs padding="max": with padding="none" no sample is padded')
         if checks.dimensions("pad_to", self.pad_to) == 0:
-            checks.integer("pad_to", self.pad_to, least=1)
+            self._keep_integer("pad_to", least=1, most=checks.LARGEST_INT64)
             return
         if (checks.non_negative("pad_to", self.pad_to) <= 0).any():
             raise ValueError(f"pad_to must hold positive lengths, not {self.pad_to!r}")
-
-    def refuse_unbuilt(self) -> None:
-        """Raise a NotImplementedError for a value that is allowed but not built yet."""
-        for name, built in NOT_BUILT.items():
-            value = getattr(self, name)
-            if value is not built and (isinstance(value, np.ndarray) or value != built):
-                raise NotImplementedError(f"{name}={value!r} is not built yet; this version supports {name}={built!r}")
 
     @classmethod
     def from_keywords(cls, keywords: dict[str, Any]) -> PlanOptions:

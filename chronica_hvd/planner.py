@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from chronica_hvd import _core, checks
+from chronica_hvd.blocks import Assigned, assign, offsets
 from chronica_hvd.options import PlanOptions
 from chronica_hvd.plans import Plan
+from chronica_hvd.reorder import reordered
 from chronica_hvd.workload import Workload
-
-#: Steps that are planned at once, and between two comparisons of the ranks' plans.
-BLOCK_STEPS = 64
 
 
 def plan(
@@ -124,7 +122,6 @@ class Planner:
                 f"drop_last leaves nothing: {self.workload.samples} samples are fewer than one global batch of "
                 f"{self.batch_size} on each of {self.workload.ranks} ranks"
             )
-        self._threads = _threads()
 
     @property
     def global_batch(self) -> int:
@@ -144,153 +141,101 @@ class Planner:
         return order
 
     def plan(self, epoch: int) -> Plan:
-        """Plan one epoch, block by block."""
-        work = self.workload
-        order = self.order(epoch)
+        """Plan one epoch."""
+        work, options = self.workload, self.options
+        drawn = self.order(epoch)
         # A global batch beyond the data is one short step; the bound keeps absurd batch sizes within int64.
-        global_batch = min(self.global_batch, max(order.size, work.ranks))
-        lengths = work.lengths(order)
-        capacity = self._capacity(lengths, global_batch)
-        block = BLOCK_STEPS * global_batch
-        parts = []
-        for begin in range(0, order.size, block):
-            drawn = slice(begin, begin + block)
-            positions, *others = self._assign(order[drawn], lengths[drawn], capacity, global_batch, begin)
-            parts.append((order[drawn][positions], *others))
-        indices, held, lengths, micro_batches, counts, loads, tails, bounds = (
-            np.concatenate(part) for part in zip(*parts, strict=True)
-        )
-        shape = (bounds.size, work.ranks)
-        factors, weights, spread = self._weights(indices, held, micro_batches, counts.reshape(shape))
+        global_batch = min(self.global_batch, -(-drawn.size // work.ranks) * work.ranks)
+        lengths = work.lengths(drawn)
+        capacity = self._capacity(lengths)
+        order, places = drawn, None
+        if options.reorder != "batch" or options.policy != "balanced":
+            places = reordered(work.costs(drawn, lengths), work, options, global_batch, options.seed + epoch)
+        if places is not None:
+            order, lengths = drawn[places], lengths[places]
+        assigned = assign(order, lengths, capacity, work, options, global_batch)
+        if options.first == "largest":
+            full_steps = max(1, drawn.size // global_batch)
+            assigned = assigned.with_largest_first(full_steps, options.padding == "max")
+        indices = order[assigned.places]
+        shape = (assigned.bounds.size, work.ranks)
+        factors, weights, spread = self._weights(indices, assigned)
         return Plan(
             indices=indices,
-            offsets=_offsets(held),
-            parts=_offsets(micro_batches),
-            lengths=lengths,
+            offsets=offsets(assigned.held),
+            parts=offsets(assigned.micro_batches),
+            lengths=assigned.lengths,
             factors=factors,
-            counts=counts.reshape(shape),
+            counts=assigned.counts.reshape(shape),
             weights=weights,
-            loads=loads.reshape(shape),
-            tails=tails.reshape(shape),
-            lower_bounds=bounds,
-            padding=self.options.padding,
-            padding_waste=self._padding_waste(order, held, lengths, np.repeat(counts > 0, micro_batches)),
-            moved=0.0,
+            loads=assigned.loads.reshape(shape),
+            tails=assigned.tails.reshape(shape),
+            lower_bounds=assigned.bounds,
+            padding=options.padding,
+            padding_waste=self._padding_waste(drawn, assigned),
+            moved=self._moved(assigned, places, global_batch),
             weight_spread=spread,
         )
 
-    def _assign(
-        self,
-        order: NDArray[np.int64],
-        lengths: NDArray[np.float64],
-        capacity: NDArray[np.float64],
-        global_batch: int,
-        begin: int,
-    ) -> tuple[NDArray[Any], ...]:
-        """Plan one block, which begins at this place of the epoch's order."""
-        options = self.options
-        *arrays, infeasible = _core.assign(
-            self.workload.costs(order, lengths),
-            lengths,
-            self.workload.effective_speeds,
-            capacity,
-            fixed_cost=self.workload.fixed_cost,
-            is_hard=options.max_size is not None,
-            global_batch=global_batch,
-            least=options.min_local_batch,
-            micro_batches=order.size if isinstance(options.micro_batches, str) else options.micro_batches,
-            comm=options.comm,
-            padded=options.padding == "max",
-            equal_counts=options.local_batch == "equal",
-            is_dealt=options.policy != "balanced",
-            threads=self._threads,
-        )
-        if infeasible >= 0:
-            raise ValueError(
-                f"max_size={options.max_size:g} cannot be kept in step {begin // global_batch + infeasible}: its "
-                f"samples do not fit into {options.micro_batches} micro-batch(es) of that size on each of "
-                f'{self.workload.ranks} ranks. Raise max_size or micro_batches (or give micro_batches="auto")'
-            )
-        return tuple(arrays)
-
-    def _capacity(self, lengths: NDArray[np.float64], global_batch: int) -> NDArray[np.float64]:
-        """Return (ranks,) the largest micro-batch of each rank: of ``max_size``, else as with plain batches."""
-        ranks = self.workload.ranks
+    def _capacity(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return (ranks,) the largest micro-batch of each rank: ``max_size``, else as with plain batches."""
         if self.options.max_size is not None:
-            return np.full(ranks, self.options.max_size)
-        # Plain: rank r takes every ranks-th sample of a step from the r-th on. (steps, samples per rank, ranks)
-        full = lengths.size // global_batch * global_batch
-        steps = [lengths[:full].reshape(-1, max(1, global_batch // ranks), ranks)] if full else []
-        short = lengths[full:]
-        if short.size:
-            each = -(-short.size // ranks)
-            filled = np.zeros((1, each, ranks))
-            filled.ravel()[: short.size] = short
-            steps.append(filled)
-        largest = 0.0
-        for batches in steps:
-            if self.options.padding == "none":
-                largest = max(largest, float(batches.sum(axis=1).max()))
-            else:
-                held = np.full(ranks, batches.shape[1])
-                if batches is not steps[0] or not full:
-                    held = np.array([len(range(rank, short.size, ranks)) for rank in range(ranks)])
-                largest = max(largest, float((batches.max(axis=1) * held).max()))
+            return np.full(self.workload.ranks, self.options.max_size)
         speeds = self.workload.effective_speeds
-        return largest * np.maximum(1.0, speeds / speeds.mean())
+        return self._largest_plain_batch(lengths) * np.maximum(1.0, speeds / speeds.mean())
+
+    def _largest_plain_batch(self, lengths: NDArray[np.float64]) -> float:
+        """Return the largest batch where rank r takes every ranks-th sample of a step from the r-th on."""
+        ranks = self.workload.ranks
+
+        def largest(batches: NDArray[np.float64], counts: Any) -> float:
+            """Return that of (steps, samples, ranks) lengths, zeros where a rank has fewer samples."""
+            if self.options.padding == "none":
+                return float(batches.sum(axis=1).max(initial=0.0))
+            return float((batches.max(axis=1, initial=0.0) * counts).max(initial=0.0))
+
+        full = lengths.size // self.global_batch * self.global_batch
+        short = lengths[full:]
+        filled = np.zeros(-(-short.size // ranks) * ranks)
+        filled[: short.size] = short
+        counts = -(-(short.size - np.arange(ranks)) // ranks)
+        of_short = largest(filled.reshape(1, -1, ranks), counts)
+        if full == 0:
+            return of_short
+        return max(of_short, largest(lengths[:full].reshape(-1, self.batch_size, ranks), self.batch_size))
 
     def _weights(
-        self,
-        indices: NDArray[np.int64],
-        held: NDArray[np.int64],
-        micro_batches: NDArray[np.int64],
-        counts: NDArray[np.int64],
+        self, indices: NDArray[np.int64], assigned: Assigned
     ) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
         """Return the micro-batches' and the ranks' gradient factors ranks · W / ΣW, and the spread of the steps' ΣW."""
-        is_real = np.repeat(counts.ravel() > 0, micro_batches)
         if self.workload.loss_weights is None:
-            amounts = held.astype(np.float64)
+            amounts = assigned.held.astype(np.float64)
         else:
-            amounts = np.add.reduceat(self.workload.loss_weights[indices], _offsets(held)[:-1])
-        amounts[~is_real] = 0.0
-        first = _offsets(micro_batches)[:-1]
-        of_ranks = np.add.reduceat(amounts, first).reshape(counts.shape)
+            amounts = np.add.reduceat(self.workload.loss_weights[indices], offsets(assigned.held)[:-1])
+        amounts[~assigned.is_real] = 0.0
+        of_ranks = np.add.reduceat(amounts, offsets(assigned.micro_batches)[:-1]).reshape(-1, self.workload.ranks)
         totals = of_ranks.sum(axis=1)
         median = float(np.median(totals))
         spread = float(totals.max()) / median if median > 0.0 else math.inf
         if isinstance(self.options.loss_weight, str) and self.options.loss_weight == "sum":
-            return is_real.astype(np.float64), (counts > 0).astype(np.float64), spread
+            return assigned.is_real.astype(np.float64), (assigned.counts > 0).reshape(of_ranks.shape).astype(np.float64), spread
         if self.options.normalize == "epoch":
             totals = np.full_like(totals, totals.mean())
         # A step without any loss weight has gradient 0.
         scale = np.divide(self.workload.ranks, totals, out=np.zeros_like(totals), where=totals > 0.0)
-        steps = np.repeat(np.arange(len(counts)), micro_batches.reshape(counts.shape).sum(axis=1))
-        return amounts * scale[steps], of_ranks * scale[:, None], spread
+        return amounts * np.repeat(scale, assigned.step_batches), of_ranks * scale[:, None], spread
 
-    def _padding_waste(
-        self,
-        order: NDArray[np.int64],
-        held: NDArray[np.int64],
-        lengths: NDArray[np.float64],
-        is_real: NDArray[np.bool_],
-    ) -> float:
+    def _padding_waste(self, drawn: NDArray[np.int64], assigned: Assigned) -> float:
         if self.options.padding == "none":
             return 0.0
-        padded = float((held * lengths)[is_real].sum())
-        real = float(self.workload.sizes[order].sum(dtype=np.float64))
+        padded = float((assigned.held * assigned.lengths)[assigned.is_real].sum())
+        real = float(self.workload.sizes[drawn].sum(dtype=np.float64))
         return max(0.0, 1.0 - real / padded) if padded > 0.0 else 0.0
 
-
-def _offsets(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return where each of consecutive runs begins, and where the last ends."""
-    offsets = np.zeros(counts.size + 1, dtype=np.int64)
-    np.cumsum(counts, out=offsets[1:])
-    return offsets
-
-
-def _threads() -> int:
-    """Return how many threads plan: one, since every rank plans for itself, unless the environment says more."""
-    given = os.environ.get("CHRONICA_THREADS", "1")
-    if not given.isdecimal() or not 1 <= int(given) <= 1024:
-        raise ValueError(f"the environment variable CHRONICA_THREADS must be a number from 1 to 1024, not {given!r}")
-    return int(given)
+    def _moved(self, assigned: Assigned, places: NDArray[np.int64] | None, global_batch: int) -> float:
+        """Return the share of the samples that are not in the step they were drawn for."""
+        if places is None and self.options.first is None:
+            return 0.0
+        drawn = assigned.places if places is None else places[assigned.places]
+        is_moved = drawn // global_batch != assigned.steps
+        return float(is_moved[np.repeat(assigned.is_real, assigned.held)].mean())

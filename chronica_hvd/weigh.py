@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from chronica_hvd.blocks import BLOCK_STEPS
 from chronica_hvd.gather import compare_plans
-from chronica_hvd.planner import BLOCK_STEPS
 from chronica_hvd.progress import Progress, StepTicket
 from chronica_hvd.world import World
 

@@ -90,7 +90,8 @@ class Assigner {
     Shares shares(static_cast<std::size_t>(ranks));
     for (std::int64_t sample = 0; sample < step.samples(); ++sample) {
       const std::int64_t place = step.position[static_cast<std::size_t>(sample)];
-      const std::int64_t rank = place < more * (each + 1) ? place / (each + 1) : more + (place - more * (each + 1)) / each;
+      const std::int64_t rank =
+          place < more * (each + 1) ? place / (each + 1) : more + (place - more * (each + 1)) / each;
       shares[static_cast<std::size_t>(rank)].push_back(sample);
     }
     return shares;

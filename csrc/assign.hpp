@@ -8,10 +8,10 @@ namespace chronica {
 
 /// What `assign` plans from: some consecutive steps of an epoch. All but the last have `global_batch` samples.
 struct Block {
-  std::span<const double> costs;   // (samples), marginal cost of each sample in drawn order; finite, not negative
-  std::span<const double> sizes;   // (samples), what counts towards `capacity` and, with padding, towards the cost
-  double fixed_cost = 0.0;         // cost of a micro-batch whatever is in it; finite, not negative
-  std::span<const double> speeds;  // (ranks), relative; positive and finite
+  std::span<const double> costs;     // (samples), marginal cost of each sample in drawn order; finite, not negative
+  std::span<const double> sizes;     // (samples), what counts towards `capacity` and, with padding, towards the cost
+  double fixed_cost = 0.0;           // cost of a micro-batch whatever is in it; finite, not negative
+  std::span<const double> speeds;    // (ranks), relative; positive and finite
   std::span<const double> capacity;  // (ranks), largest n · max size (padded) or Σ size of a micro-batch
   bool is_hard = false;              // a step that cannot keep the capacity is an error; else it is ignored there
   std::int64_t global_batch = 1;     // samples in a step; at least the number of ranks

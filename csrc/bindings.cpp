@@ -7,6 +7,7 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <span>
 #include <string>
@@ -14,8 +15,10 @@
 
 #include "assign.hpp"
 #include "permutation.hpp"
+#include "policies.hpp"
 #include "steady_clock.hpp"
 #include "step_timer.hpp"
+#include "window.hpp"
 
 namespace py = pybind11;
 
@@ -71,11 +74,43 @@ py::tuple assign(const Doubles& costs, const Doubles& sizes, const Doubles& spee
     const py::gil_scoped_release release;
     result = chronica::assign(block, threads);
   }
-  return py::make_tuple(to_array(std::move(result.positions)), to_array(std::move(result.sizes)),
-                        to_array(std::move(result.lengths)), to_array(std::move(result.parts)),
-                        to_array(std::move(result.counts)), to_array(std::move(result.loads)),
-                        to_array(std::move(result.tails)), to_array(std::move(result.lower_bounds)),
-                        result.infeasible_step);
+  return py::make_tuple(
+      to_array(std::move(result.positions)), to_array(std::move(result.sizes)), to_array(std::move(result.lengths)),
+      to_array(std::move(result.parts)), to_array(std::move(result.counts)), to_array(std::move(result.loads)),
+      to_array(std::move(result.tails)), to_array(std::move(result.lower_bounds)), result.infeasible_step);
+}
+
+py::array_t<std::int64_t> regroup(const Doubles& costs, const Doubles& speeds, double fixed_cost,
+                                  std::int64_t global_batch, std::int64_t most_moved) {
+  const chronica::Window window{as_span(costs, "costs"), fixed_cost, as_span(speeds, "speeds"), global_batch,
+                                most_moved};
+  if (global_batch < speeds.size() || costs.size() % global_batch != 0) {
+    throw py::value_error("global_batch must be at least the number of ranks, and all steps full");
+  }
+  std::vector<std::int64_t> order;
+  {
+    const py::gil_scoped_release release;
+    order = chronica::regroup(window);
+  }
+  return to_array(std::move(order));
+}
+
+py::array_t<std::int64_t> deal(const Doubles& costs, const Doubles& speeds, const std::string& policy,
+                               double fixed_cost, std::int64_t global_batch, std::uint64_t seed) {
+  static const std::map<std::string, chronica::Policy> policies = {{"static", chronica::Policy::kStatic},
+                                                                   {"dynamic", chronica::Policy::kDynamic},
+                                                                   {"guided", chronica::Policy::kGuided}};
+  const chronica::Pool pool{as_span(costs, "costs"), fixed_cost, as_span(speeds, "speeds"), global_batch, seed};
+  const auto found = policies.find(policy);
+  if (found == policies.end() || global_batch < speeds.size() || global_batch % speeds.size() != 0) {
+    throw py::value_error("policy must be known, and global_batch a multiple of the number of ranks");
+  }
+  std::vector<std::int64_t> order;
+  {
+    const py::gil_scoped_release release;
+    order = chronica::deal(found->second, pool);
+  }
+  return to_array(std::move(order));
 }
 
 py::array_t<std::int64_t> permutation(std::int64_t n, std::uint64_t seed) {
@@ -223,5 +258,9 @@ PYBIND11_MODULE(_core, module) {
              py::arg("speeds").noconvert(), py::arg("capacity").noconvert(), py::kw_only(), py::arg("fixed_cost"),
              py::arg("is_hard"), py::arg("global_batch"), py::arg("least"), py::arg("micro_batches"), py::arg("comm"),
              py::arg("padded"), py::arg("equal_counts"), py::arg("is_dealt"), py::arg("threads"));
+  module.def("regroup", &regroup, py::arg("costs").noconvert(), py::arg("speeds").noconvert(), py::kw_only(),
+             py::arg("fixed_cost"), py::arg("global_batch"), py::arg("most_moved"));
+  module.def("deal", &deal, py::arg("costs").noconvert(), py::arg("speeds").noconvert(), py::kw_only(),
+             py::arg("policy"), py::arg("fixed_cost"), py::arg("global_batch"), py::arg("seed"));
   module.def("permutation", &permutation, py::arg("n"), py::arg("seed"));
 }

@@ -45,14 +45,15 @@ Time largest_samples(const Step& step, const Speeds& speeds) {
   return bound;
 }
 
-/// The least load of one rank that holds exactly these samples.
-std::int64_t load_of(const Step& step, Share share, std::int64_t micro_batches, double capacity) {
-  if (share.size() == 1) {
-    return step.fixed + step.cost[static_cast<std::size_t>(share.front())];
+/// The least load of one rank that holds exactly these samples: one micro-batch without padding, else the cheapest cut.
+std::int64_t load_of(const Step& step, const Share& share, std::int64_t micro_batches, double capacity) {
+  if (!step.padded || micro_batches == 1 || share.size() == 1) {
+    return batch_cost(step, share, 0, std::ssize(share));
   }
   const Speeds one(std::array{1.0});
   const Limits limits{{1, std::ssize(share)}, micro_batches, std::span(&capacity, 1)};
-  const std::optional<Split> split = Splitter(step, one, limits, 0.0).split(0, share);
+  Share cut = share;
+  const std::optional<Split> split = Splitter(step, one, limits, 0.0).split(0, cut);
   return split ? split->load : 0;
 }
 

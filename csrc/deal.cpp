@@ -172,11 +172,11 @@ void Dealer::improve(const Time& bound) {
   std::iota(takers.begin(), takers.end(), std::int64_t{0});
   const std::int64_t most_rounds = 32 + 4 * speeds_.ranks();
   for (std::int64_t round = 0; round < most_rounds; ++round) {
-    std::stable_sort(takers.begin(), takers.end(), [this](std::int64_t a, std::int64_t b) { return time(a) < time(b); });
+    std::stable_sort(takers.begin(), takers.end(),
+                     [this](std::int64_t a, std::int64_t b) { return time(a) < time(b); });
     const std::int64_t giver = takers.back();
-    if (!(near < time(giver)) || !std::any_of(takers.begin(), takers.end() - 1, [&](std::int64_t taker) {
-          return relieve(giver, taker);
-        })) {
+    if (!(near < time(giver)) ||
+        !std::any_of(takers.begin(), takers.end() - 1, [&](std::int64_t taker) { return relieve(giver, taker); })) {
       return;
     }
   }
@@ -214,9 +214,8 @@ void Dealer::try_runs(std::int64_t giver, std::int64_t taker, Move move, Best& b
 
   const auto attempt = [&](std::int64_t first, std::int64_t end) {
     const std::int64_t count = end - first;
-    const std::int64_t largest = target == nullptr
-                                     ? source[static_cast<std::size_t>(first)]
-                                     : std::min(target->front(), source[static_cast<std::size_t>(first)]);
+    const std::int64_t largest = target == nullptr ? source[static_cast<std::size_t>(first)]
+                                                   : std::min(target->front(), source[static_cast<std::size_t>(first)]);
     if (!is_small_enough(largest, present + count, taker)) {
       return;
     }
@@ -231,8 +230,8 @@ void Dealer::try_runs(std::int64_t giver, std::int64_t taker, Move move, Best& b
   // What one sample less or more changes: count · (a ÷ speed of the giver + b ÷ speed of the taker) = the gap.
   const std::int64_t out = step_.cost[static_cast<std::size_t>(source.front())];
   const std::int64_t in = target == nullptr ? out : step_.cost[static_cast<std::size_t>(target->front())];
-  const Wide gap = Wide{at(giver).load} * speeds_[taker] - Wide{at(taker).load + (move.is_new ? step_.fixed : 0)} *
-                                                               speeds_[giver];
+  const Wide gap =
+      Wide{at(giver).load} * speeds_[taker] - Wide{at(taker).load + (move.is_new ? step_.fixed : 0)} * speeds_[giver];
   const Wide rate = Wide{out} * speeds_[taker] + Wide{in} * speeds_[giver];
   const auto level = static_cast<std::int64_t>(gap <= 0 || rate == 0 ? 0 : std::min<Wide>(gap / rate, held));
   for (const std::int64_t count : {level, level + 1}) {

@@ -1,9 +1,11 @@
 #include "solve.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <limits>
-#include <tuple>
+#include <numeric>
+#include <span>
 #include <utility>
 
 #include "cut.hpp"
@@ -98,9 +100,65 @@ class Solver {
       }
       consider(pack(step_, speeds_, limits_.counts, room, bound_));
     }
-    if (!best_ && limits_.micro_batches == 1) {
-      consider(repack(step_, speeds_, limits_.counts, room, bound_, in_turn(step_, speeds_.ranks())));
+    if (limits_.micro_batches == 1) {
+      if (!best_) {
+        consider(repack(step_, speeds_, limits_.counts, room, bound_, in_turn(step_, speeds_.ranks())));
+      }
+    } else if (!best_ || has_several_micro_batches()) {
+      consider(deal_filled_micro_batches());
     }
+  }
+
+  [[nodiscard]] bool has_several_micro_batches() const {
+    return std::any_of(best_->splits.begin(), best_->splits.end(),
+                       [](const Split& split) { return split.ends.size() > 1; });
+  }
+
+  /// Fill micro-batches with the samples of the whole step, which leaves less of them empty, and deal these out,
+  /// the dearest first, each to the rank that would finish it first.
+  [[nodiscard]] std::optional<Shares> deal_filled_micro_batches() const {
+    const double smallest = *std::min_element(limits_.capacity.begin(), limits_.capacity.end());
+    const Speeds one(std::array{1.0});
+    const Limits whole{{1, step_.samples()}, step_.samples(), std::span(&smallest, 1)};
+    Share all(static_cast<std::size_t>(step_.samples()));
+    std::iota(all.begin(), all.end(), std::int64_t{0});
+    const auto filled = Splitter(step_, one, whole, 0.0).split(0, all);
+    if (!filled) {
+      return std::nullopt;
+    }
+    struct Batch {
+      std::int64_t cost;
+      std::int64_t first;
+      std::int64_t end;
+    };
+    std::vector<Batch> batches;
+    std::int64_t first = 0;
+    for (const std::int64_t end : filled->ends) {
+      batches.push_back({batch_cost(step_, all, first, end), first, end});
+      first = end;
+    }
+    std::stable_sort(batches.begin(), batches.end(), [](const Batch& a, const Batch& b) { return a.cost > b.cost; });
+    Shares shares(static_cast<std::size_t>(speeds_.ranks()));
+    std::vector<std::int64_t> loads(shares.size(), 0);
+    for (const Batch& batch : batches) {
+      std::size_t best = 0;
+      for (std::size_t rank = 1; rank < shares.size(); ++rank) {
+        if (Time{loads[rank] + batch.cost, speeds_[static_cast<std::int64_t>(rank)]} <
+            Time{loads[best] + batch.cost, speeds_[static_cast<std::int64_t>(best)]}) {
+          best = rank;
+        }
+      }
+      loads[best] += batch.cost;
+      shares[best].insert(shares[best].end(), all.begin() + batch.first, all.begin() + batch.end);
+    }
+    for (Share& share : shares) {
+      const std::int64_t count = std::ssize(share);
+      if (count < limits_.counts.least || count > limits_.counts.most) {
+        return std::nullopt;
+      }
+      std::sort(share.begin(), share.end());
+    }
+    return shares;
   }
 
   void deal_micro_batches() {
@@ -198,7 +256,8 @@ class Solver {
 
   /// Every rank gets its part of the cheap and of the dear samples, as if each cost what it does in the cheapest cut.
   void deal_equal_counts() {
-    consider(one_batch_each(step_, speeds_, limits_));
+    const std::vector<double> room(limits_.capacity.size(), std::numeric_limits<double>::infinity());
+    consider(one_batch_each(step_, speeds_, {limits_.counts, 1, room}));
     const double largest = *std::max_element(limits_.capacity.begin(), limits_.capacity.end());
     CheapestCut cut;
     std::vector<std::int64_t> ends;
@@ -213,7 +272,6 @@ class Solver {
       std::fill(as_cut.cost.begin() + first, as_cut.cost.begin() + end, step_.cost[static_cast<std::size_t>(first)]);
       first = end;
     }
-    const std::vector<double> room(limits_.capacity.size(), std::numeric_limits<double>::infinity());
     consider(pack(as_cut, speeds_, limits_.counts, room, bound_));
     as_cut.cost = step_.cost;
     consider(pack(as_cut, speeds_, limits_.counts, room, bound_));

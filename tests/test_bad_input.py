@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import chronica_hvd as chronica
-from chronica_hvd.options import NOT_BUILT
 
 NAN, INF = float("nan"), float("inf")
 SIZES = [5, 3, 8, 1, 2]
@@ -148,6 +147,13 @@ def test_values(name: str, value: Any, error: type[Exception], message: str) -> 
         ({"loss_weight": [0, 1, 1, 1, 1], "indices": [0, 0]}, "loss_weight must not be 0 for all samples of the epoch"),
         ({"batch_size": 3, "drop_last": True}, "leaves nothing: 5 samples are fewer than one global batch of 3 on"),
         ({"min_local_batch": 3}, "min_local_batch must be at most batch_size, 2; 3 was given"),
+        ({"pad_to": 8, "padding": "none"}, 'pad_to needs padding="max"'),
+        ({"reorder": "window", "loss_weight": "sizes"}, 'each unit of weight counts alike.* normalize="step"'),
+        ({"reorder": "window", "loss_weight": [1, 2, 3, 4, 5]}, 'normalize="epoch"'),
+        ({"sizes": [1, 9, 2], "max_size": 8}, "sample 1 has a size of 9, more than max_size, 8: no micro-batch may"),
+        ({"sizes": [1, 7, 2], "max_size": 7, "pad_to": 4}, "sample 1 has a size of 7, padded to 8, more than max_size"),
+        ({"sizes": [1, 9, 2], "pad_to": [4, 8]}, "sample 1 has a size of 9, more than the largest length of pad_to, 8"),
+        ({"sizes": [9, 1, 7], "indices": [1, 2], "max_size": 5}, "sample 2 has a size of 7, more than max_size, 5"),
         # The loads of 100 steps overflow where they are added up, though none of them does.
         ({"sizes": [1] * 200, "cost": chronica.CostModel(per_size=2e307)}, r"costs 2e\+307 .*overflow; scale costs"),
     ],
@@ -156,41 +162,47 @@ def test_values_that_do_not_fit_together(changes: dict[str, Any], message: str) 
     refused(ValueError, message, **changes)
 
 
-#: For each option that is checked and not built: values that are allowed, wrong values, and values of a wrong type.
-UNBUILT: dict[str, tuple[list[Any], list[Any], list[Any]]] = {
-    "reorder": (["window"], ["epoch", None, 3], []),
-    "micro_batches": ([2, "auto"], [0, -1, "all"], [1.5, NAN, None, True, [2]]),
-    "max_size": ([100, 0.5], [0, -1, NAN, INF], ["big", True, [8]]),
-    "pad_to": ([64, [64, 128], np.array([8, 16])], [0, [0, 8], [], [8, NAN]], [1.5, NAN, "64", True, [[8], [8, 9]]]),
-    "comm": ([0.5, 3], [-1, NAN, INF], ["fast", None, True, np.array(True), [0.5]]),
-    "min_local_batch": ([2], [0, -1], [1.5, True]),
-    "normalize": (["step", "epoch"], ["batch", 1, NAN], []),
-    "policy": (["plain", "static", "dynamic", "guided"], ["greedy", None, 1], []),
-    "first": (["largest"], ["smallest", True, 0], []),
+@pytest.mark.parametrize("options", [{}, {"padding": "none"}, {"local_batch": "equal"}, {"policy": "guided"}])
+def test_a_step_that_cannot_keep_max_size(options: dict[str, Any]) -> None:
+    for micro_batches, batch_size in ((1, 2), (2, 4)):
+        held = 2 * batch_size
+        with pytest.raises(
+            ValueError, match=rf"max_size=4\.5 could not be kept in step 1: .*micro_batches={micro_batches} of them at"
+        ):
+            plan(
+                sizes=[1] * held + [4] * held,
+                shuffle=False,
+                batch_size=batch_size,
+                max_size=4.5,
+                micro_batches=micro_batches,
+                **options,
+            )
+
+
+#: For each option: wrong values, and values of a wrong type.
+CHECKED: dict[str, tuple[list[Any], list[Any]]] = {
+    "reorder": (["epoch", None, 3], []),
+    "window": ([0, -1], [1.5, NAN, None, True, [2]]),
+    "max_moved": ([-0.1, 1.1, NAN, INF], [None, True, "half"]),
+    "micro_batches": ([0, -1, "all", 2**41], [1.5, NAN, None, True, [2]]),
+    "max_size": ([0, -1, NAN, INF], ["big", True, [8]]),
+    "pad_to": ([0, [0, 8], [], [8, NAN]], [1.5, NAN, "64", True, [[8], [8, 9]]]),
+    "comm": ([-1, NAN, INF], ["fast", None, True, np.array(True), [0.5]]),
+    "min_local_batch": ([0, -1], [1.5, True]),
+    "normalize": (["batch", 1, NAN], []),
+    "policy": (["greedy", None, 1], []),
+    "first": (["smallest", True, 0], []),
 }
-CHECKED = {**UNBUILT, "window": ([], [0, -1], []), "max_moved": ([], [-0.1, 1.1, NAN, INF], [None, True, "half"])}
 WRONG = [
     (name, value, error)
-    for name, (_, *wrong) in CHECKED.items()
+    for name, wrong in CHECKED.items()
     for values, error in zip(wrong, (ValueError, TypeError), strict=True)
     for value in values
 ]
 
 
-def test_the_table_is_complete() -> None:
-    assert set(UNBUILT) == set(NOT_BUILT)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [(name, value) for name, (allowed, *_) in UNBUILT.items() for value in allowed]
-)
-def test_what_is_not_built_says_so(name: str, value: Any) -> None:
-    message = f"{name}={value!r} is not built yet; this version supports {name}={NOT_BUILT[name]!r}"
-    refused(NotImplementedError, re.escape(message), **{name: value})
-
-
 @pytest.mark.parametrize(("name", "value", "error"), WRONG)
-def test_wrong_values_of_what_is_not_built(name: str, value: Any, error: type[Exception]) -> None:
+def test_wrong_values_of_options(name: str, value: Any, error: type[Exception]) -> None:
     shown = {"[]": "is empty", "[8, nan]": "holds nan", "[[8], [8, 9]]": "inhomogeneous"}.get(repr(value), repr(value))
     for other in ({}, {"policy": "plain"}, {"reorder": "window"}):
         with pytest.raises(error, match=rf"{name} .*(must|at most|at least)") as caught:
@@ -211,10 +223,9 @@ def test_wrong_values_of_what_is_not_built(name: str, value: Any, error: type[Ex
         ({"rank": 2}, "rank must be below the number of ranks, 2; 2 was given"),
     ],
 )
-@pytest.mark.parametrize("unbuilt", [{"micro_batches": "auto"}, {"reorder": "window"}, {"max_size": 9}, {"refresh": 3}])
-def test_bad_data_comes_before_what_is_not_built(unbuilt: dict[str, Any], bad: dict[str, Any], message: str) -> None:
+def test_bad_data_comes_before_what_is_not_built(bad: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        sampler(**unbuilt, **bad)
+        sampler(refresh=3, **bad)
 
 
 @pytest.mark.parametrize("option", [{"micro_batches": np.int64(1)}, {"comm": 0}, {"min_local_batch": np.int32(1)}])
