@@ -10,6 +10,7 @@ from chronica_hvd import checks
 
 LOSS_WEIGHTS = ("samples", "sizes", "sum")
 
+
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
     """The keyword options of :func:`chronica_hvd.plan`, which documents them.

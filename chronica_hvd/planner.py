@@ -218,7 +218,11 @@ class Planner:
         median = float(np.median(totals))
         spread = float(totals.max()) / median if median > 0.0 else math.inf
         if isinstance(self.options.loss_weight, str) and self.options.loss_weight == "sum":
-            return assigned.is_real.astype(np.float64), (assigned.counts > 0).reshape(of_ranks.shape).astype(np.float64), spread
+            return (
+                assigned.is_real.astype(np.float64),
+                (assigned.counts > 0).reshape(of_ranks.shape).astype(np.float64),
+                spread,
+            )
         if self.options.normalize == "epoch":
             totals = np.full_like(totals, totals.mean())
         # A step without any loss weight has gradient 0.

@@ -155,7 +155,7 @@ def _micro_batches(ranks: int) -> list[Case]:
             "cut-fillers-of-two-without-backward",
             plan={**automatic, "min_local_batch": 2},
             update="skip_fillers",
-            cut=3,
+            pieces=2,
         ),
         cut("cut-long", samples=LONG_STEPS * 2 * ranks - 1, batch_size=2),
     ]
