@@ -59,8 +59,9 @@ def average(value: Any, sampler: _Sampler) -> Any:
 
         losses = []
         for batch in step:
-            losses.append(loss_fn(model(batch)))
-            losses[-1].backward()
+            loss = loss_fn(model(batch))
+            loss.backward()
+            losses.append(loss.detach())
         mean = average(losses, sampler)
 
     The values count by the weights of their micro-batches, as the gradients do; one of weight 0 is ignored, be it NaN.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterator, Sized
 from typing import Any
 
 import torch.utils.data
@@ -23,6 +23,26 @@ class _MicroBatches:
 
     def __len__(self) -> int:
         return sum(len(step) for step in self._sampler.steps())
+
+
+class Step:
+    """The micro-batches of a step, loaded while they are gone through, which can be done once."""
+
+    def __init__(self, batches: Iterator[Any], micro_batches: int) -> None:
+        self._batches: Iterator[Any] | None = batches
+        self._micro_batches = micro_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._batches is None:
+            raise RuntimeError(
+                "the micro-batches of this step were taken before, and a step can be gone through once: do all that "
+                "needs them in one loop (len(step) is their number)"
+            )
+        batches, self._batches = self._batches, None
+        return batches
+
+    def __len__(self) -> int:
+        return self._micro_batches
 
 
 class DataLoader(torch.utils.data.DataLoader[Any]):
@@ -89,8 +109,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             )
         return itertools.chain.from_iterable(self.steps())
 
-    def steps(self) -> Iterator[Iterable[Any]]:
-        """Return an iterator over the steps; each yields its micro-batches, to be trained on in this order.
+    def steps(self) -> Iterator[Step]:
+        """Return an iterator over the steps: each holds its micro-batches, to be trained on in this order.
 
         The loop that serves every mode::
 
@@ -100,22 +120,24 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                     loss_fn(model(batch)).backward()
                 optimizer.step()
 
-        Nothing is taken before a micro-batch is. A step that is begun before all of the one before it was taken raises
-        a RuntimeError.
+        A step is begun when its first micro-batch is taken. Doing so before all of the step before it was taken, or
+        going through a step twice, is a RuntimeError. ``len(step)`` is the number of its micro-batches on this rank.
         """
         # The batches and what is said of them come from one plan: set_epoch() in the middle changes neither.
         return self._steps(enumerate(super().__iter__()), self.batch_sampler.tickets())
 
-    def _steps(self, batches: Iterator[tuple[int, Any]], tickets: Iterator[StepTicket]) -> Iterator[Iterable[Any]]:
+    def _steps(self, batches: Iterator[tuple[int, Any]], tickets: Iterator[StepTicket]) -> Iterator[Step]:
         progress = self.batch_sampler.progress
         iteration = progress.begin()
         first = 0
         for ticket in tickets:
-            yield self._step(iteration, ticket, itertools.islice(batches, len(ticket.weights)), first)
-            first += len(ticket.weights)
+            micro_batches = len(ticket.weights)
+            own = itertools.islice(batches, micro_batches)
+            yield Step(self._hand_out(iteration, ticket, own, first), micro_batches)
+            first += micro_batches
         progress.end(iteration)
 
-    def _step(
+    def _hand_out(
         self, iteration: int, ticket: StepTicket, batches: Iterator[tuple[int, Any]], first: int
     ) -> Iterator[Any]:
         """Yield the step's micro-batches; its first is number ``first`` of the epoch."""

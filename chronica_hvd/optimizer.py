@@ -44,14 +44,15 @@ def DistributedOptimizer(  # noqa: N802 (it takes the place of hvd.DistributedOp
         The :class:`BatchSampler` whose batches are trained on; ``None``: every weight is 1.
     lookahead
         How many steps beyond the one trained on may have been taken from the loader, for wrappers that read ahead.
+        With micro-batches ``backward()`` must then be called exactly once for each, in order.
     options
         Horovod's: ``compression``, ``op`` (Average or Sum), ``gradient_predivide_factor``, ``groups``,
         ``sparse_as_dense``, ``process_set``. ``backward_passes_per_step`` above 1 with a sampler is not built yet.
 
     Returns
     -------
-    Horovod's optimizer, an instance of the given optimizer's class, with the attribute ``weight``: this rank's gradient
-    factor in the step at work.
+    Horovod's optimizer, an instance of the given optimizer's class, with the attribute ``weight``: the gradient
+    factor of the micro-batch at work.
 
     Raises
     ------
@@ -61,7 +62,8 @@ def DistributedOptimizer(  # noqa: N802 (it takes the place of hvd.DistributedOp
         ``backward_passes_per_step`` above 1 with a sampler; a second optimizer for the same sampler.
     RuntimeError
         Horovod is missing or not initialised. From ``backward()``: no step was taken from the sampler's loader, or too
-        many, so that the weight would be a guess. From ``synchronize()`` or ``step()``: the ranks' plans differ.
+        many, so that the weight would be a guess. From ``synchronize()`` or ``step()``: the ranks' plans differ, or not
+        all micro-batches of the step were taken and had their backward pass.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be a torch optimizer, not {optimizer!r}")

@@ -318,6 +318,14 @@ def test_steps_may_be_taken_ahead_and_are_worked_on_in_order() -> None:
     assert batches == [[[i + 1 for i in batch] for batch in step] for step in sampler.steps()]
 
 
+def test_a_step_is_gone_through_once() -> None:
+    sampler, loader = micro_batched(0)
+    for step, planned in zip(loader.steps(), sampler.steps(), strict=True):
+        assert len(step) == len(planned) == len(list(step))
+        with pytest.raises(RuntimeError, match=r"of this step were taken before, .* once: .*len\(step\)"):
+            iter(step)
+
+
 @pytest.mark.parametrize("left_out", ["a step", "a micro-batch"])
 def test_a_step_must_be_gone_through_to_its_end(left_out: str) -> None:
     sampler, loader = micro_batched(0)

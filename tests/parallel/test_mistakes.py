@@ -54,6 +54,7 @@ EXPECTED: dict[str, tuple[str, str] | None] = {
     "synchronize_before_the_last_backward": ("RuntimeError", r"only 2 of the 3 micro-batches of step 0 had a backward"),
     "next_step_without_update": ("RuntimeError", r"2 steps were taken"),
     "step_left_early": ("RuntimeError", r"of step 1 was asked for, but those before it were not all taken"),
+    "step_gone_through_twice": ("RuntimeError", r"a step can be gone through once"),
     "one_pass_too_many_while_reading_ahead": ("RuntimeError", r"once more than micro-batches of step 0 were taken, 1"),
     "average_in_the_middle_of_a_step": ("RuntimeError", r"average\(\) was called after 1 of the 3 micro-batches"),
     "average_of_too_few_values": ("ValueError", r"step 0 has 3 micro-batches .* 2 values were given"),

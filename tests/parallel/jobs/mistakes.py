@@ -252,6 +252,13 @@ def step_left_early(run: Run) -> None:
             break
 
 
+def step_gone_through_twice(run: Run) -> None:
+    step = next(run.loader.steps())
+    sum(len(indices) for indices, *_ in step)
+    for batch in step:
+        run.loss(batch).backward()
+
+
 def one_pass_too_many_while_reading_ahead(run: Run) -> None:
     batches = iter(next(run.loader.steps()))
     loss = run.loss(next(batches))
@@ -342,6 +349,7 @@ WITH_MICRO_BATCHES = [
     synchronize_before_the_last_backward,
     next_step_without_update,
     step_left_early,
+    step_gone_through_twice,
     one_pass_too_many_while_reading_ahead,
     average_in_the_middle_of_a_step,
     average_of_too_few_values,
