@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+import itertools
+from collections.abc import Iterator, Sized
 from typing import Any
 
 import torch.utils.data
@@ -11,10 +12,44 @@ from chronica_hvd.progress import StepTicket
 from chronica_hvd.sampler import BatchSampler
 
 
+class _MicroBatches:
+    """The micro-batches of all steps in a row, so that torch's workers load each as a task of its own."""
+
+    def __init__(self, sampler: BatchSampler) -> None:
+        self._sampler = sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return itertools.chain.from_iterable(self._sampler.steps())
+
+    def __len__(self) -> int:
+        return sum(len(step) for step in self._sampler.steps())
+
+
+class Step:
+    """The micro-batches of a step, loaded while they are gone through, which can be done once."""
+
+    def __init__(self, batches: Iterator[Any], micro_batches: int) -> None:
+        self._batches: Iterator[Any] | None = batches
+        self._micro_batches = micro_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._batches is None:
+            raise RuntimeError(
+                "the micro-batches of this step were taken before, and a step can be gone through once: do all that "
+                "needs them in one loop (len(step) is their number)"
+            )
+        batches, self._batches = self._batches, None
+        return batches
+
+    def __len__(self) -> int:
+        return self._micro_batches
+
+
 class DataLoader(torch.utils.data.DataLoader[Any]):
     """torch's ``DataLoader`` over the batches of a :class:`chronica_hvd.BatchSampler`.
 
-    It tells the sampler's optimizer which step the loop has taken, so that a gradient gets the weight of its own batch.
+    It tells the sampler's optimizer what the loop has taken, so that a gradient gets the weight of its own batch.
+    ``len`` is the number of steps.
 
     Parameters
     ----------
@@ -50,20 +85,32 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             raise ValueError("in_order must be True, not False: a batch out of order would get another step's weight")
         super().__init__(dataset, batch_sampler=batch_sampler, **options)
 
+    @property
+    def _index_sampler(self) -> _MicroBatches:
+        # What torch's loader asks for what to load.
+        return _MicroBatches(self.batch_sampler)
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        # The batches and what is said of them come from one plan: set_epoch() in the middle changes neither.
-        return self._hand_out(super().__iter__(), self.batch_sampler.tickets())
+        """Return an iterator over the batches, one per step.
 
-    def _hand_out(self, batches: Iterator[Any], tickets: Iterator[StepTicket]) -> Iterator[Any]:
-        progress = self.batch_sampler.progress
-        iteration = progress.begin()
-        for batch, ticket in zip(batches, tickets, strict=False):
-            progress.hand_out(iteration, ticket)
-            yield batch
-        progress.end(iteration)
+        Raises
+        ------
+        RuntimeError
+            The sampler plans micro-batches, for which there is :meth:`steps`.
+        """
+        if self.batch_sampler.micro_batches != 1:
+            raise RuntimeError(
+                f"with micro_batches={self.batch_sampler.micro_batches!r} a step has several batches, so the loader "
+                "itself cannot be iterated. Write: for step in loader.steps(): optimizer.zero_grad(); "
+                "for batch in step: loss_fn(model(batch)).backward(); and then optimizer.step()"
+            )
+        return itertools.chain.from_iterable(self.steps())
 
-    def steps(self) -> Iterator[Iterable[Any]]:
-        """Yield for each step its micro-batches, in the order in which they must be trained on.
+    def steps(self) -> Iterator[Step]:
+        """Return an iterator over the steps: each holds its micro-batches, to be trained on in this order.
 
         The loop that serves every mode::
 
@@ -72,5 +119,33 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 for batch in step:
                     loss_fn(model(batch)).backward()
                 optimizer.step()
+
+        A step is begun when its first micro-batch is taken. Doing so before all of the step before it was taken, or
+        going through a step twice, is a RuntimeError. ``len(step)`` is the number of its micro-batches on this rank.
         """
-        return ((batch,) for batch in self)
+        # The batches and what is said of them come from one plan: set_epoch() in the middle changes neither.
+        return self._steps(enumerate(super().__iter__()), self.batch_sampler.tickets())
+
+    def _steps(self, batches: Iterator[tuple[int, Any]], tickets: Iterator[StepTicket]) -> Iterator[Step]:
+        progress = self.batch_sampler.progress
+        iteration = progress.begin()
+        first = 0
+        for ticket in tickets:
+            micro_batches = len(ticket.weights)
+            own = itertools.islice(batches, micro_batches)
+            yield Step(self._hand_out(iteration, ticket, own, first), micro_batches)
+            first += micro_batches
+        progress.end(iteration)
+
+    def _hand_out(
+        self, iteration: int, ticket: StepTicket, batches: Iterator[tuple[int, Any]], first: int
+    ) -> Iterator[Any]:
+        """Yield the step's micro-batches; its first is number ``first`` of the epoch."""
+        for expected, (number, batch) in enumerate(batches, first):
+            if number != expected:
+                raise RuntimeError(
+                    f"a micro-batch of step {ticket.step} was asked for, but those before it were not all taken: go "
+                    "through every step to its end, one after the other"
+                )
+            self.batch_sampler.progress.hand_out(iteration, ticket)
+            yield batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import itertools
 from collections.abc import Iterable
@@ -43,14 +44,15 @@ def DistributedOptimizer(  # noqa: N802 (it takes the place of hvd.DistributedOp
         The :class:`BatchSampler` whose batches are trained on; ``None``: every weight is 1.
     lookahead
         How many steps beyond the one trained on may have been taken from the loader, for wrappers that read ahead.
+        With micro-batches ``backward()`` must then be called exactly once for each, in order.
     options
         Horovod's: ``compression``, ``op`` (Average or Sum), ``gradient_predivide_factor``, ``groups``,
         ``sparse_as_dense``, ``process_set``. ``backward_passes_per_step`` above 1 with a sampler is not built yet.
 
     Returns
     -------
-    Horovod's optimizer, an instance of the given optimizer's class, with the attribute ``weight``: this rank's gradient
-    factor in the step at work.
+    Horovod's optimizer, an instance of the given optimizer's class, with the attribute ``weight``: the gradient
+    factor of the micro-batch at work.
 
     Raises
     ------
@@ -60,7 +62,8 @@ def DistributedOptimizer(  # noqa: N802 (it takes the place of hvd.DistributedOp
         ``backward_passes_per_step`` above 1 with a sampler; a second optimizer for the same sampler.
     RuntimeError
         Horovod is missing or not initialised. From ``backward()``: no step was taken from the sampler's loader, or too
-        many, so that the weight would be a guess. From ``synchronize()`` or ``step()``: the ranks' plans differ.
+        many, so that the weight would be a guess. From ``synchronize()`` or ``step()``: the ranks' plans differ, or not
+        all micro-batches of the step were taken and had their backward pass.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be a torch optimizer, not {optimizer!r}")
@@ -74,13 +77,7 @@ def DistributedOptimizer(  # noqa: N802 (it takes the place of hvd.DistributedOp
     unknown = [name for name in options if name not in known]
     if unknown:
         raise TypeError(f"unknown option {unknown[0]!r}; Horovod's options are {', '.join(known)}")
-    op = options.get("op")
-    if not any(op is allowed or op == allowed for allowed in (None, hvd.Average, hvd.Sum, hvd.Adasum)):
-        raise ValueError(f"op must be hvd.Average or hvd.Sum, not {op!r}")
-    if op == hvd.Adasum:
-        raise ValueError(
-            "op=hvd.Adasum reduces parameter differences, to which no gradient weight applies; use Average or Sum"
-        )
+    _check_reduction(options, hvd)
     passes = checks.integer("backward_passes_per_step", options.get("backward_passes_per_step", 1), least=1)
     if not hvd.is_initialized():
         raise RuntimeError("Horovod is not initialised: call hvd.init() first")
@@ -97,8 +94,33 @@ def DistributedOptimizer(  # noqa: N802 (it takes the place of hvd.DistributedOp
     weigher = Weigher(sampler.progress, world, name=str(next(_numbers)))
     sampler.progress.attach(weigher, lookahead)
     wrapped = hvd.DistributedOptimizer(optimizer, named_parameters, **options)
-    weigher.watch(parameters)
+    weigher.watch(parameters, functools.partial(_expect_passes, wrapped))
     return _with_weigher(_with_weight(wrapped, sampler), weigher)
+
+
+def _check_reduction(options: dict[str, Any], hvd: Any) -> None:
+    """Refuse now what Horovod would refuse in the first backward pass, and what takes no weights."""
+    op = options.get("op")
+    known = (None, hvd.Average, hvd.Sum, hvd.Adasum)
+    if isinstance(op, bool) or not any(op is allowed or op == allowed for allowed in known):
+        raise ValueError(f"op must be hvd.Average or hvd.Sum, not {op!r}")
+    if op == hvd.Adasum:
+        raise ValueError(
+            "op=hvd.Adasum reduces parameter differences, to which no gradient weight applies; use Average or Sum"
+        )
+    compression = options.get("compression", hvd.Compression.none)
+    if not all(callable(getattr(compression, name, None)) for name in ("compress", "decompress")):
+        raise TypeError(
+            "compression must be hvd.Compression.none, hvd.Compression.fp16 or an object with the methods compress and "
+            f"decompress, not {compression!r}"
+        )
+    factor = checks.real("gradient_predivide_factor", options.get("gradient_predivide_factor", 1.0))
+    if factor <= 0.0:
+        raise ValueError(f"gradient_predivide_factor must be positive, not {factor:g}")
+    if factor != 1.0 and op == hvd.Sum:
+        raise ValueError(
+            f"gradient_predivide_factor={factor:g} needs op=hvd.Average: it splits the division by the number of ranks"
+        )
 
 
 def _shared_process_set(sampler: BatchSampler, given: Any, hvd: Any) -> Any:
@@ -113,6 +135,12 @@ def _shared_process_set(sampler: BatchSampler, given: Any, hvd: Any) -> Any:
             f"but Horovod runs this as rank {process_set.rank()} of {process_set.size()}"
         )
     return process_set
+
+
+def _expect_passes(wrapped: Any, passes: int) -> None:
+    """Have Horovod send each gradient after its last backward pass of the step, and not before."""
+    if wrapped.backward_passes_per_step != passes:
+        wrapped.set_backward_passes_per_step(passes)
 
 
 def _with_weight(wrapped: Any, sampler: BatchSampler | None) -> Any:
@@ -131,6 +159,7 @@ def _with_weigher(wrapped: Any, weigher: Weigher) -> Any:
         is_first = weigher.is_at_work or not self._synchronized
         if is_first:
             weigher.refuse_unwatched(parameter for group in self.param_groups for parameter in group["params"])
+            weigher.refuse_incomplete()
             weigher.compare_plans()
         horovods_synchronize(self)
         if is_first:

@@ -1,4 +1,4 @@
-"""Wiring: which steps the loop has taken from the loader and the optimizer has not finished yet."""
+"""Wiring: which micro-batches the loop has taken from the loader and the optimizer has not finished yet."""
 
 from __future__ import annotations
 
@@ -9,26 +9,53 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepTicket:
-    """A step handed to the loop: what the optimizer needs to weigh its gradient."""
+    """A step as the loader hands it out: what the optimizer needs to weigh its gradients.
+
+    ``weights`` are this rank's gradient factors, one per micro-batch.
+    """
 
     epoch: int
     step: int
-    weight: float
+    weights: tuple[float, ...]
     fingerprint: str
+
+
+@dataclass
+class OpenStep:
+    """How far the loop has come with a step: micro-batches taken, and those that a backward pass has reached."""
+
+    ticket: StepTicket
+    taken: int = 0
+    reached: int = 0
+    backward_pass: int = -1  # the one that reached the last of them
+
+    @property
+    def micro_batches(self) -> int:
+        """How many there are on this rank in this step."""
+        return len(self.ticket.weights)
+
+    def refuse_untaken(self, what: str) -> None:
+        """Raise a RuntimeError if some micro-batches were not taken yet."""
+        if self.taken < self.micro_batches:
+            raise RuntimeError(
+                f"{what} after {self.taken} of the {self.micro_batches} micro-batches of step {self.ticket.step}: "
+                "first take every one: for batch in step: ..."
+            )
 
 
 class Progress:
     """The steps between loader and optimizer, oldest first.
 
-    The loader hands steps out, the optimizer finishes them in the same order; neither knows the other. A weight travels
-    with its step, so it stays right whatever is planned meanwhile. Without an optimizer (evaluation) only the step
-    taken last is kept.
+    The loader hands micro-batches out, the optimizer finishes their steps in the same order; neither knows the other.
+    The weights travel with their step, so they stay right whatever is planned meanwhile. Without an optimizer
+    (evaluation) only the step taken last is kept.
     """
 
     def __init__(self) -> None:
-        self._open: deque[StepTicket] = deque()
-        self._finished: StepTicket | None = None  # the last one, until the loop turns to another
+        self._open: deque[OpenStep] = deque()
+        self._finished: OpenStep | None = None  # the last one, until the loop turns to another
         self._iteration = 0
+        self._compared = 0  # the iteration whose plan was compared over the ranks last
         self._owner: weakref.ref[object] | None = None  # of an optimizer
         self._lookahead: int | None = None  # None without an optimizer
 
@@ -55,7 +82,7 @@ class Progress:
         return self._iteration
 
     def hand_out(self, iteration: int, ticket: StepTicket) -> None:
-        """Note that the loop takes a step.
+        """Note that the loop takes a step's next micro-batch.
 
         Raises
         ------
@@ -67,9 +94,11 @@ class Progress:
                 "a newer iteration over this sampler's loader has begun, so this one cannot go on: whose batch a "
                 "gradient belongs to would be unknown. For a look at some batches give a second sampler and loader"
             )
-        if self._lookahead is None:
-            self._open.clear()
-        self._open.append(ticket)
+        if not self._open or self._open[-1].ticket is not ticket:
+            if self._lookahead is None:
+                self._open.clear()
+            self._open.append(OpenStep(ticket))
+        self._open[-1].taken += 1
         self._finished = None
 
     def end(self, iteration: int) -> None:
@@ -82,13 +111,17 @@ class Progress:
             if self._lookahead is None:
                 self._open.clear()
 
-    def work(self) -> StepTicket:
-        """Return the step that a gradient arriving now belongs to: the oldest that is not finished.
+    def work(self, backward_pass: int) -> float:
+        """Return the factor on a gradient that arrives now, in a backward pass of this number.
+
+        It belongs to the oldest step that is not finished. In it, to the micro-batch taken last; where a wrapper reads
+        ahead, the n-th backward pass belongs to the n-th micro-batch.
 
         Raises
         ------
         RuntimeError
-            No step is open, or more than ``1 + lookahead`` are.
+            No step is open, or more than ``1 + lookahead`` are; or its micro-batches and the backward passes do not go
+            by turns.
         """
         if not self._open:
             raise RuntimeError(
@@ -97,7 +130,44 @@ class Progress:
                 "batch_sampler=sampler, the sampler that was given to DistributedOptimizer"
             )
         self._finished = None
-        return self._oldest_unless_too_many()
+        step = self._oldest_unless_too_many()
+        if not self._lookahead or step.micro_batches == 1:
+            if step.taken - step.reached > 1:
+                raise RuntimeError(
+                    f"{step.taken - step.reached} micro-batches of step {step.ticket.step} were taken without a "
+                    "backward pass in between, so the weight of this gradient is unknown. Call backward() for every "
+                    "micro-batch before taking the next; if a wrapper reads ahead, say so: "
+                    "DistributedOptimizer(..., lookahead=1)"
+                )
+            step.reached = step.taken
+            return self._weight(step)
+        if backward_pass != step.backward_pass:
+            if step.reached == step.taken:
+                raise RuntimeError(
+                    f"backward() was called once more than micro-batches of step {step.ticket.step} were taken, "
+                    f"{step.taken}. With a lookahead and micro-batches, the n-th backward() must be that of the n-th "
+                    "micro-batch: call it once for each (checkpointing must have use_reentrant=False), or do without "
+                    "the lookahead"
+                )
+            step.backward_pass = backward_pass
+            step.reached += 1
+        return self._weight(step)
+
+    def refuse_incomplete(self) -> None:
+        """Raise a RuntimeError if only a part of the oldest step has been worked on, or taken.
+
+        A step may be skipped as a whole, without any backward pass.
+        """
+        if not self._open:
+            return
+        step = self._open[0]
+        step.refuse_untaken("optimizer.step() or synchronize() was called")
+        if 0 < step.reached < step.micro_batches:
+            raise RuntimeError(
+                f"optimizer.step() or synchronize() was called, but only {step.reached} of the {step.micro_batches} "
+                f"micro-batches of step {step.ticket.step} had a backward pass: call backward() for each, where it "
+                "is taken (or for none of the step's, on every rank, to skip the step)"
+            )
 
     def finish(self) -> None:
         """Note that the optimizer has finished the oldest open step, if there is one."""
@@ -107,9 +177,9 @@ class Progress:
     @property
     def oldest(self) -> StepTicket | None:
         """The oldest open step."""
-        return self._open[0] if self._open else None
+        return self._open[0].ticket if self._open else None
 
-    def latest(self) -> StepTicket:
+    def latest(self) -> OpenStep:
         """Return the step that what is computed now belongs to: the one at work, or the one just finished.
 
         Raises
@@ -131,7 +201,26 @@ class Progress:
             )
         return self._finished
 
-    def _oldest_unless_too_many(self) -> StepTicket:
+    @property
+    def weight(self) -> float:
+        """The factor of the micro-batch at work; a RuntimeError as :meth:`latest`."""
+        return self._weight(self.latest())
+
+    def must_compare(self) -> bool:
+        """Whether nobody has compared the plan of this iteration over the ranks yet; the same on every rank.
+
+        With an optimizer it does so; without one, say yes once per iteration.
+        """
+        if self._lookahead is not None or self._compared == self._iteration:
+            return False
+        self._compared = self._iteration
+        return True
+
+    def _weight(self, step: OpenStep) -> float:
+        """Return the factor of the micro-batch at work: taken last or, where a wrapper reads ahead, reached last."""
+        return step.ticket.weights[(max(step.reached, 1) if self._lookahead else step.taken) - 1]
+
+    def _oldest_unless_too_many(self) -> OpenStep:
         lookahead = self._lookahead or 0
         if len(self._open) > 1 + lookahead:
             raise RuntimeError(

@@ -18,7 +18,7 @@ from chronica_hvd.progress import Progress, StepTicket
 from chronica_hvd.world import World
 
 
-class BatchSampler(Sampler[list[int]]):
+class BatchSampler(Sampler[list[int] | list[list[int]]]):
     """Batch sampler of this rank: give it to :class:`chronica_hvd.DataLoader` as ``batch_sampler``.
 
     Every rank plans the whole epoch from the same numbers and takes its own part; nothing is communicated here.
@@ -44,7 +44,7 @@ class BatchSampler(Sampler[list[int]]):
     ----------
     world
         This rank among the others.
-    batch_size, drop_last
+    batch_size, drop_last, micro_batches
         As given.
 
     Raises
@@ -78,6 +78,7 @@ class BatchSampler(Sampler[list[int]]):
             raise NotImplementedError(f"refresh={refresh!r} is not built yet; this version supports 'epoch' and None")
         self.batch_size = self._planner.batch_size
         self.drop_last = checked.drop_last
+        self.micro_batches = checked.micro_batches
         self.progress = Progress()
         self._epoch = checked.epoch
         self._plan: Plan | None = None
@@ -118,25 +119,33 @@ class BatchSampler(Sampler[list[int]]):
 
     @property
     def weight(self) -> float:
-        """Gradient factor of this rank in the step at work: the oldest one taken and not finished, else the last.
+        """Gradient factor of the micro-batch at work: the one taken last, in the oldest step that is not finished.
+
+        Where a wrapper reads ahead: the one that ``backward()`` was called for last.
 
         Raises
         ------
         RuntimeError
             No step has been taken from the loader yet, or more were than the optimizer was told of.
         """
-        return self.progress.latest().weight
+        return self.progress.weight
 
     def tickets(self) -> Iterator[StepTicket]:
         """Yield what the optimizer will need to know of each step of this epoch's plan."""
         plan, epoch, rank = self.plan, self._epoch, self.world.rank
         return (
-            StepTicket(epoch, step, float(plan.weights[step, rank]), plan.fingerprint) for step in range(plan.steps)
+            StepTicket(epoch, step, tuple(plan.micro_weights(step, rank).tolist()), plan.fingerprint)
+            for step in range(plan.steps)
         )
 
-    def __iter__(self) -> Iterator[list[int]]:
-        plan = self.plan
-        return (plan.batches(step, self.world.rank)[0].tolist() for step in range(plan.steps))
+    def steps(self) -> Iterator[list[list[int]]]:
+        """Yield the micro-batches of each step."""
+        plan, rank = self.plan, self.world.rank
+        return ([batch.tolist() for batch in plan.batches(step, rank)] for step in range(plan.steps))
+
+    def __iter__(self) -> Iterator[list[int] | list[list[int]]]:
+        """Return an iterator over the steps: a list of indices each, with micro-batches a list of lists."""
+        return (step[0] for step in self.steps()) if self.micro_batches == 1 else iter(self.steps())
 
     def __len__(self) -> int:
         return self.plan.steps

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from chronica_hvd.blocks import BLOCK_STEPS
 from chronica_hvd.gather import compare_plans
-from chronica_hvd.progress import Progress
+from chronica_hvd.progress import Progress, StepTicket
 from chronica_hvd.world import World
 
 #: Marks a parameter's gradient accumulator as weighed; it lives as long as the optimizer that marked it.
@@ -17,7 +18,7 @@ _MARK = "chronica_hvd.weighed"
 
 
 class Weigher:
-    """Applies the weight of the step at work to every gradient that reaches a parameter.
+    """Applies the weight of the micro-batch at work to every gradient that reaches a parameter.
 
     The hooks sit before the accumulation (so gradients of several batches may have different weights) and before
     Horovod's own hooks, which send what has been accumulated. ``torch.autograd.grad`` does not pass them.
@@ -25,7 +26,7 @@ class Weigher:
     Parameters
     ----------
     progress
-        Which step is at work.
+        Which micro-batch is at work.
     world
         The ranks whose plans must agree.
     name
@@ -36,11 +37,19 @@ class Weigher:
         self._progress = progress
         self._world = world
         self._name = name
-        self._is_at_work = False
+        self._at_work: StepTicket | None = None
+        self._lock = threading.Lock()  # autograd has a thread for each device
+        self._expect_passes: Callable[[int], None] = lambda passes: None
         self._accumulators: list[Any] = []  # hooks live as long as these nodes are held
 
-    def watch(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Weigh the gradients of these parameters from now on."""
+    def watch(
+        self, parameters: Iterable[torch.nn.Parameter], expect_passes: Callable[[int], None] | None = None
+    ) -> None:
+        """Weigh the gradients of these parameters from now on.
+
+        ``expect_passes`` is told before a step's first gradient is accumulated how many backward passes there will be.
+        """
+        self._expect_passes = expect_passes or self._expect_passes
         for parameter in parameters:
             if parameter.requires_grad:
                 node = _accumulator(parameter)
@@ -50,8 +59,12 @@ class Weigher:
 
     def _weigh(self, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
         # Asked for every gradient: after a backward pass that failed half way, what it began with is no longer right.
-        weight = self._progress.work().weight
-        self._is_at_work = True
+        with self._lock:
+            weight = self._progress.work(torch._C._current_graph_task_id())
+            step = self._progress.oldest
+            if step is not None and step is not self._at_work:
+                self._at_work = step
+                self._expect_passes(len(step.weights))
         if weight == 1.0:
             return None
         return tuple(gradient if gradient is None else _weighed(gradient, weight) for gradient in gradients)
@@ -68,10 +81,14 @@ class Weigher:
                 "trainable when wrapped may be frozen and unfrozen later)"
             )
 
+    def refuse_incomplete(self) -> None:
+        """Raise a RuntimeError if micro-batches of the step at work were not taken or had no backward pass."""
+        self._progress.refuse_incomplete()
+
     @property
     def is_at_work(self) -> bool:
         """Whether a backward pass has begun whose step is not finished."""
-        return self._is_at_work
+        return self._at_work is not None
 
     def compare_plans(self) -> None:
         """In the first step of every block, make sure that all ranks hold the same plan.
@@ -87,7 +104,7 @@ class Weigher:
 
     def finish_step(self) -> None:
         """Note that the gradients of the step at work have been combined."""
-        self._is_at_work = False
+        self._at_work = None
         self._progress.finish()
 
 

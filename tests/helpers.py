@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -63,3 +64,50 @@ def distributed_sampler_steps(
     drawn = [indices[place] for place in range(len(per_rank[0])) for indices in per_rank][:samples]
     size = batch_size * ranks
     return [sorted(drawn[first : first + size]) for first in range(0, samples, size)]
+
+
+def recut(
+    plan: chronica.Plan, loss_weights: NDArray[np.float64] | str, seed: int, pieces: int | None = None
+) -> chronica.Plan:
+    """Return the plan with each rank's batch of each step cut anew, into micro-batches that ``seed`` draws.
+
+    ``loss_weights`` are the samples' (``"sum"``: losses are summed). Each batch is cut into ``pieces`` where it has
+    enough samples, by default into 1 to 4 as drawn.
+    """
+    random = np.random.default_rng(seed)
+    indices, counts, factors = [], [], []
+    for step in range(plan.steps):
+        for rank in range(plan.ranks):
+            whole = np.concatenate(plan.batches(step, rank))
+            number = min(pieces or int(random.integers(1, 5)), len(whole))
+            places = np.sort(random.choice(np.arange(1, len(whole)), number - 1, replace=False))
+            batches = np.split(random.permutation(whole), places)
+            indices += batches
+            counts.append(number)
+            weight = plan.weights[step, rank]
+            if isinstance(loss_weights, str):
+                factors += [weight] * number
+            else:
+                total = loss_weights[whole].sum()
+                factors += [weight * loss_weights[batch].sum() / total if total > 0.0 else 0.0 for batch in batches]
+    return dataclasses.replace(
+        plan,
+        indices=np.concatenate(indices),
+        offsets=np.cumsum([0, *map(len, indices)]),
+        parts=np.cumsum([0, *counts]),
+        lengths=np.ones(len(indices)),
+        factors=np.array(factors),
+    )
+
+
+def recut_sampler(sampler: chronica.BatchSampler, seed: int, pieces: int | None = None) -> chronica.BatchSampler:
+    """Return the sampler with its plans cut anew (see :func:`recut`)."""
+    planner = sampler._planner
+    weights: NDArray[np.float64] | str | None = planner.workload.loss_weights
+    if isinstance(planner.options.loss_weight, str) and planner.options.loss_weight == "sum":
+        weights = "sum"
+    elif weights is None:
+        weights = np.ones(sampler.samples)
+    plan = planner.plan
+    planner.plan = lambda epoch: recut(plan(epoch), weights, seed + epoch, pieces)  # type: ignore[method-assign]
+    return sampler

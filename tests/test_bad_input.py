@@ -305,10 +305,19 @@ def test_worlds(world: tuple[Any, ...], error: type[Exception], message: str) ->
         chronica.World(*world)
 
 
-@pytest.mark.parametrize("value", ["1.0", None, [1.0], 1 + 2j, torch.tensor(1j)])
+@pytest.mark.parametrize("value", ["1.0", None, ["1.0"], [1.0, None], [[1.0]], {1.0}, 1 + 2j, torch.tensor(1j)])
 def test_averages(value: Any) -> None:
     with pytest.raises(TypeError, match="value must be a real number or tensor, not"):
         chronica.average(value, sampler(num_replicas=1))
+
+
+@pytest.mark.parametrize("other", [None, 3, chronica.BatchSampler, torch.utils.data.SequentialSampler(range(5))])
+def test_averages_without_a_sampler(other: Any) -> None:
+    message = re.escape(
+        f"needs the sampler whose batch the value belongs to, a chronica_hvd.BatchSampler, not {other!r}"
+    )
+    with pytest.raises(TypeError, match=message):
+        chronica.average(1.0, other)
 
 
 def test_loaders_out_of_order() -> None:

@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Callable
+
 import pytest
+import torch
+from helpers import recut_sampler
 
 import chronica_hvd as chronica
 from chronica_hvd.progress import Progress, StepTicket
 
-TICKETS = [StepTicket(0, step, weight, "") for step, weight in enumerate([0.5, 1.5, 1.0, 2.0])]
+TICKETS = [StepTicket(0, step, (weight,), "") for step, weight in enumerate([0.5, 1.5, 1.0, 2.0])]
 
 
 class Owner:
@@ -32,10 +38,11 @@ def test_steps_are_finished_in_order() -> None:
     iteration = progress.begin()
     for ticket in TICKETS:
         progress.hand_out(iteration, ticket)
-        assert progress.latest() is progress.work() is progress.oldest is ticket
+        assert progress.latest().ticket is progress.oldest is ticket
+        assert progress.work(0) == progress.weight == ticket.weights[0]
         progress.finish()
         assert progress.oldest is None
-        assert progress.latest() is ticket
+        assert progress.latest().ticket is ticket
     progress.end(iteration)
     with pytest.raises(RuntimeError, match="the loop over it has ended"):
         progress.latest()
@@ -43,36 +50,37 @@ def test_steps_are_finished_in_order() -> None:
 
 def test_reading_ahead_must_be_declared() -> None:
     for lookahead in range(3):
-        assert taken(lookahead, 1 + lookahead).work() is TICKETS[0]
+        assert taken(lookahead, 1 + lookahead).work(0) == 0.5
         too_far = taken(lookahead, 2 + lookahead)
-        for ask in (too_far.work, too_far.latest):
+        for ask in (functools.partial(too_far.work, 0), too_far.latest):
             with pytest.raises(RuntimeError, match=rf"{2 + lookahead} steps were taken .* allows {1 + lookahead}"):
                 ask()
 
 
 def test_after_a_step_of_a_loop_that_reads_ahead_two_steps_come_into_question() -> None:
     progress = taken(1, 2)
-    assert progress.work() is progress.latest() is TICKETS[0]
+    assert progress.work(0) == progress.weight == 0.5
     progress.finish()
     with pytest.raises(RuntimeError, match=r"between backward\(\) and optimizer\.step\(\)"):
         progress.latest()
-    assert progress.work() is progress.latest() is TICKETS[1]
+    assert progress.work(1) == progress.weight == 1.5
 
 
 def test_what_was_read_ahead_is_worked_on_when_the_loader_has_ended() -> None:
     progress = taken(1, 2)
-    progress.work()
+    progress.work(0)
     progress.finish()
     progress.end(iteration=1)
-    assert progress.latest() is TICKETS[1]
+    assert progress.latest().ticket is TICKETS[1]
 
 
 def test_nothing_taken() -> None:
     progress = taken(0, 0)
     with pytest.raises(RuntimeError, match=r"no step has been taken .*chronica_hvd\.DataLoader"):
-        progress.work()
+        progress.work(0)
     with pytest.raises(RuntimeError, match="no step is at work"):
         progress.latest()
+    progress.refuse_incomplete()
     progress.finish()
     assert progress.oldest is None
 
@@ -83,7 +91,7 @@ def test_a_new_iteration_forgets_the_old_one() -> None:
     with pytest.raises(RuntimeError, match="a newer iteration"):
         progress.hand_out(iteration - 1, TICKETS[1])
     progress.hand_out(iteration, TICKETS[0])
-    assert progress.work() is TICKETS[0]
+    assert progress.work(0) == 0.5
 
 
 def test_two_optimizers_cannot_share_a_sampler() -> None:
@@ -98,10 +106,130 @@ def test_two_optimizers_cannot_share_a_sampler() -> None:
 
 def test_without_an_optimizer_the_step_taken_last_counts() -> None:
     progress = taken(None, 4)
-    assert progress.latest() is TICKETS[3]
+    assert progress.latest().ticket is TICKETS[3]
     progress.end(iteration=1)
     with pytest.raises(RuntimeError, match="no step is at work"):
         progress.latest()
+
+
+# Micro-batches --------------------------------------------------------------------------------------------------------
+
+MICRO = StepTicket(0, 5, (0.5, 0.25, 1.25), "")
+
+
+def loop(lookahead: int | None) -> tuple[Progress, Callable[[StepTicket], None]]:
+    """Return the progress of a loop that has taken nothing yet, and how it takes a micro-batch."""
+    progress = Progress()
+    if lookahead is not None:
+        progress.attach(OWNER, lookahead)
+    return progress, functools.partial(progress.hand_out, progress.begin())
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_each_micro_batch_has_its_weight(lookahead: int) -> None:
+    progress, take = loop(lookahead)
+    for step, ticket in enumerate([MICRO, TICKETS[0], dataclasses.replace(MICRO, step=7)]):
+        for number, weight in enumerate(ticket.weights):
+            take(ticket)
+            for _ in range(3):  # parameters
+                assert progress.work(10 * step + number) == weight
+            assert progress.weight == weight
+        progress.refuse_incomplete()
+        progress.finish()
+        assert progress.weight == ticket.weights[-1]
+        assert progress.oldest is None
+
+
+def test_a_loss_may_take_several_backward_passes() -> None:
+    """As with checkpointing, whose backward passes are nested."""
+    progress, take = loop(0)
+    for weight in MICRO.weights:
+        take(MICRO)
+        for backward_pass in (1, 2, 1, 3, 1):
+            assert progress.work(backward_pass) == weight
+    progress.refuse_incomplete()
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 3, 4])
+def test_micro_batches_read_ahead_are_worked_on_in_order(ahead: int) -> None:
+    steps = [MICRO, TICKETS[0], dataclasses.replace(MICRO, step=7, weights=(2.0, 0.5))]
+    progress, take = loop(2)
+    to_take = [ticket for ticket in steps for _ in ticket.weights]
+    worked = []
+    for ticket in steps:
+        for _ in ticket.weights:
+            while to_take and len(steps) * 2 - len(to_take) < len(worked) + 1 + ahead:
+                take(to_take.pop(0))
+            worked.append(progress.work(len(worked)))
+            assert progress.weight == worked[-1]
+        progress.refuse_incomplete()
+        progress.finish()
+    assert worked == [0.5, 0.25, 1.25, 0.5, 2.0, 0.5]
+
+
+@pytest.mark.parametrize("worked_on", [0, 1])
+def test_two_micro_batches_without_a_backward_pass_between(worked_on: int) -> None:
+    """Skipped, read ahead or out of order."""
+    progress, take = loop(0)
+    take(MICRO)
+    if worked_on:
+        progress.work(0)
+        take(MICRO)
+    take(MICRO)
+    with pytest.raises(RuntimeError, match=r"2 micro-batches of step 5 .* before taking the next; .*lookahead=1"):
+        progress.work(1)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("worked_on", [0, 1])
+def test_a_step_ends_after_all_its_micro_batches(lookahead: int, worked_on: int) -> None:
+    progress, take = loop(lookahead)
+    for taken_so_far in (1, 2):
+        take(MICRO)
+        if worked_on:
+            progress.work(taken_so_far)
+        with pytest.raises(RuntimeError, match=rf"after {taken_so_far} of the 3 micro-batches of step 5: first take"):
+            progress.refuse_incomplete()
+    take(MICRO)
+    if worked_on:
+        with pytest.raises(RuntimeError, match=r"only 2 of the 3 micro-batches of step 5 had a backward pass"):
+            progress.refuse_incomplete()
+        progress.work(3)
+    progress.refuse_incomplete()  # all, or none: skipped
+
+
+def test_more_backward_passes_than_micro_batches_read_ahead() -> None:
+    progress, take = loop(1)
+    take(MICRO)
+    progress.work(1)
+    with pytest.raises(
+        RuntimeError, match=r"once more than micro-batches of step 5 were taken, 1\..*use_reentrant=False"
+    ):
+        progress.work(2)
+
+
+def test_the_next_step_is_begun_too_early() -> None:
+    progress, take = loop(0)
+    for _ in MICRO.weights:
+        take(MICRO)
+        progress.work(0)
+    take(TICKETS[0])
+    with pytest.raises(RuntimeError, match="2 steps were taken"):
+        progress.work(1)
+
+
+def test_plans_are_to_be_compared_once_per_iteration_without_an_optimizer() -> None:
+    progress, take = loop(None)
+    for _ in range(2):
+        take(MICRO)
+        assert [progress.must_compare() for _ in range(3)] == [True, False, False]
+        take = functools.partial(progress.hand_out, progress.begin())
+    progress, take = loop(0)
+    take(MICRO)
+    assert not progress.must_compare()
+
+
+# Loaders --------------------------------------------------------------------------------------------------------------
 
 
 def test_the_loader_says_what_the_plan_says() -> None:
@@ -135,3 +263,101 @@ def test_iterating_the_sampler_changes_nothing() -> None:
     assert len(sampler) == 2
     with pytest.raises(RuntimeError, match="no step is at work"):
         _ = sampler.weight
+
+
+def micro_batched(rank: int, workers: int = 0, seed: int = 0) -> tuple[chronica.BatchSampler, chronica.DataLoader]:
+    """Return a sampler of many micro-batches, and its loader."""
+    sizes = list(range(1, 60))
+    sampler = recut_sampler(
+        chronica.BatchSampler(sizes, 8, num_replicas=2, rank=rank, loss_weight="sizes", micro_batches="auto"), seed
+    )
+    persistent = {"num_workers": workers, "persistent_workers": True} if workers else {}
+    return sampler, chronica.DataLoader(sizes, batch_sampler=sampler, collate_fn=list, **persistent)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_steps_yield_the_plans_micro_batches(rank: int, workers: int) -> None:
+    sampler, loader = micro_batched(rank, workers)
+    several = 0
+    for epoch in (0, 1, 1):
+        sampler.set_epoch(epoch)
+        plan = sampler.plan
+        assert len(loader) == len(sampler) == plan.steps
+        assert list(sampler) == [[batch.tolist() for batch in plan.batches(step, rank)] for step in range(plan.steps)]
+        steps = 0
+        for step, micro_batches in enumerate(loader.steps()):
+            seen = []
+            for batch in micro_batches:
+                seen.append(batch)
+                assert sampler.weight == plan.micro_weights(step, rank)[len(seen) - 1]
+            assert seen == [(batch + 1).tolist() for batch in plan.batches(step, rank)]
+            several += len(seen) > 1
+            steps += 1
+        assert steps == plan.steps
+    assert several > 2
+
+
+def test_a_micro_batch_is_a_task_of_its_own() -> None:
+    sampler, loader = micro_batched(0)
+    assert [len(batch) for step in loader.steps() for batch in step] == [
+        len(batch) for step in sampler.steps() for batch in step
+    ]
+    assert len(loader._index_sampler) == sum(map(len, sampler.steps())) > len(loader)
+
+
+def test_micro_batches_need_the_loop_over_steps() -> None:
+    _, loader = micro_batched(0)
+    with pytest.raises(RuntimeError, match=r"with micro_batches='auto' .* for step in loader\.steps\(\)"):
+        iter(loader)
+
+
+def test_steps_may_be_taken_ahead_and_are_worked_on_in_order() -> None:
+    sampler, loader = micro_batched(0)
+    batches = [list(step) for step in list(loader.steps())]
+    assert batches == [[[i + 1 for i in batch] for batch in step] for step in sampler.steps()]
+
+
+def test_a_step_is_gone_through_once() -> None:
+    sampler, loader = micro_batched(0)
+    for step, planned in zip(loader.steps(), sampler.steps(), strict=True):
+        assert len(step) == len(planned) == len(list(step))
+        with pytest.raises(RuntimeError, match=r"of this step were taken before, .* once: .*len\(step\)"):
+            iter(step)
+
+
+@pytest.mark.parametrize("left_out", ["a step", "a micro-batch"])
+def test_a_step_must_be_gone_through_to_its_end(left_out: str) -> None:
+    sampler, loader = micro_batched(0)
+    several = next(number for number, step in enumerate(sampler.steps()) if len(step) > 1)
+    steps = loader.steps()
+    for _ in range(several):
+        list(next(steps))
+    step = iter(next(steps))
+    if left_out == "a micro-batch":
+        next(step)
+    with pytest.raises(RuntimeError, match=f"of step {several + 1} was asked for, but those before it were not all"):
+        list(next(steps))
+
+
+def test_averages_of_micro_batches() -> None:
+    sizes = list(range(1, 60))
+    sampler = recut_sampler(chronica.BatchSampler(sizes, 8, num_replicas=1, rank=0, micro_batches="auto"), seed=1)
+    loader = chronica.DataLoader(sizes, batch_sampler=sampler, collate_fn=list)
+    for step, micro_batches in enumerate(loader.steps()):
+        values: list[float] = []
+        for batch in micro_batches:
+            values.append(sum(batch) / len(batch))
+            if len(values) < len(sampler.plan.batches(step, 0)):
+                with pytest.raises(RuntimeError, match=rf"after {len(values)} of the \d micro-batches of step {step}"):
+                    chronica.average(values, sampler)
+        whole = [sizes[i] for batch in sampler.plan.batches(step, 0) for i in batch]
+        assert chronica.average(values, sampler) == pytest.approx(sum(whole) / len(whole), rel=1e-14)
+        mean = chronica.average([torch.tensor([value, 1.0], requires_grad=True) for value in values], sampler)
+        assert mean.tolist() == pytest.approx([sum(whole) / len(whole), 1.0], rel=1e-6)
+        for wrong in ([*values, 1.0], [], *([values[0], values[1:]] if len(values) > 1 else [])):
+            with pytest.raises(ValueError, match=rf"step {step} has {len(values)} micro-batches .* one value for each"):
+                chronica.average(wrong, sampler)
+        if len(values) > 1:
+            with pytest.raises(ValueError, match=r"the values must have one shape, not \(1,\), \(2,\)"):
+                chronica.average([torch.ones(1 + (number > 0)) for number in range(len(values))], sampler)

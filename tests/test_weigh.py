@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 from chronica_hvd.progress import Progress, StepTicket
 from chronica_hvd.weigh import Weigher, refuse_weighed
@@ -21,7 +22,7 @@ class Loop:
         self.iteration = self.progress.begin()
 
     def take(self, weight: float) -> None:
-        self.progress.hand_out(self.iteration, StepTicket(0, 0, weight, ""))
+        self.progress.hand_out(self.iteration, StepTicket(0, 0, (weight,), ""))
 
 
 def parameter(*values: float) -> torch.nn.Parameter:
@@ -59,6 +60,45 @@ def test_several_batches_accumulate_with_their_own_weights() -> None:
         loop.weigher.finish_step()
     assert p.grad is not None
     assert p.grad.item() == 3 * (0.5 + 2.0 + 1.0)
+
+
+def test_micro_batches_accumulate_and_their_number_is_told_before_the_first() -> None:
+    p = parameter(1.0)
+    loop = Loop()
+    told: list[tuple[int, bool]] = []
+    loop.weigher.watch([p], lambda passes: told.append((passes, p.grad is None)))
+    for weights in ((0.5, 0.0, 2.0), (4.0,), (1.0, 2.0)):
+        p.grad = None
+        ticket = StepTicket(0, 0, weights, "")
+        for weight in weights:
+            loop.progress.hand_out(loop.iteration, ticket)
+            (3 * p * (1.0 if weight else float("nan"))).sum().backward()
+            assert loop.weigher.is_at_work
+        loop.weigher.refuse_incomplete()
+        loop.weigher.finish_step()
+        assert p.grad is not None
+        assert p.grad.item() == 3 * sum(weights)
+    assert told == [(3, True), (1, True), (2, True)]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_has_backward_passes_within_one(reentrant: bool) -> None:
+    layers = torch.nn.Sequential(*(torch.nn.Linear(1, 1, bias=False) for _ in range(4)))
+    loop = Loop(*layers.parameters())
+    ticket = StepTicket(0, 0, (0.5, 2.0), "")
+    expected = [torch.zeros(1, 1) for _ in layers]
+    for weight in ticket.weights:
+        loop.progress.hand_out(loop.iteration, ticket)
+        inputs = torch.ones(1, 1, requires_grad=True)
+        for total, gradient in zip(expected, torch.autograd.grad(layers(inputs), layers.parameters()), strict=True):
+            total += weight * gradient
+        value = inputs
+        for layer in layers[:-1]:
+            value = torch.utils.checkpoint.checkpoint(layer, value, use_reentrant=reentrant)
+        layers[-1](value).backward()
+    loop.weigher.refuse_incomplete()
+    for layer, total in zip(layers, expected, strict=True):
+        assert torch.allclose(layer.weight.grad, total)
 
 
 def test_a_shared_gradient_is_not_changed_in_place() -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 HERE = Path(__file__).parent
-TIMEOUT_S = 120.0
+TIMEOUT_S = 180.0
 GRACE_S = 20.0  # horovodrun itself waits up to 10 s for its ranks
 
 
@@ -76,9 +76,9 @@ def launched_once(job: str, arguments: Callable[[int], Sequence[str]] = lambda r
         @functools.cache
         def launch(ranks: int) -> Launch:
             folder = tmp_path_factory.mktemp(f"{ranks}-ranks")
-            return succeeded(horovodrun(ranks, job, folder, *arguments(ranks)))
+            return horovodrun(ranks, job, folder, *arguments(ranks))
 
-        return launch
+        return lambda ranks: succeeded(launch(ranks))
 
     return launched
 
@@ -96,7 +96,7 @@ def _python(job: str, folder: Path, arguments: tuple[str, ...]) -> list[str]:
 
 
 def _run(command: list[str], folder: Path, timeout_s: float) -> Launch:
-    paths = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+    paths = os.pathsep.join(filter(None, [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         command,

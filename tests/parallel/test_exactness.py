@@ -35,24 +35,28 @@ def test_batches_and_weights_are_the_plans(ranks: int, name: str, launched: Any)
     plans = [data.plan(epoch) for epoch in range(EPOCHS)]
     for rank in range(ranks):
         result = launched(ranks).arrays(name, rank)
-        batches = [plan.batches(step, rank)[0] for plan in plans for step in range(plan.steps)]
+        batches = [batch for plan in plans for step in range(plan.steps) for batch in plan.batches(step, rank)]
         assert result["lengths"].tolist() == [len(batch) for batch in batches]
         assert result["indices"].tolist() == np.concatenate(batches).tolist()
-        weights = np.concatenate([plan.weights[:, rank] for plan in plans])
-        assert (result["weights"] == weights[:, None]).all()
+        weights = [plan.micro_weights(step, rank) for plan in plans for step in range(plan.steps)]
+        assert (result["weights"] == np.concatenate(weights)[:, None]).all()
+        last = [micro_weights[-1:] for micro_weights in weights]
+        assert len(result["weights_after"]) in (0, len(last))
+        assert not result["weights_after"].size or (result["weights_after"] == last).all()
         assert result["fingerprints"].tolist() == [plan.fingerprint for plan in plans]
 
 
 @every_case
 def test_each_step_holds_what_the_distributed_sampler_draws(ranks: int, name: str, launched: Any) -> None:
     data = Data(cases(ranks)[name], ranks)
-    counts = np.concatenate([data.plan(epoch).counts for epoch in range(EPOCHS)])
+    plans = [data.plan(epoch) for epoch in range(EPOCHS)]
+    counts = np.concatenate([plan.counts for plan in plans])
     seen: list[list[int]] = [[] for _ in counts]
     for rank in range(ranks):
-        result = launched(ranks).arrays(name, rank)
-        batches = np.split(result["indices"], np.cumsum(result["lengths"])[:-1])
-        for step, batch in enumerate(batches):
-            seen[step] += batch[: counts[step, rank]].tolist()
+        indices = launched(ranks).arrays(name, rank)["indices"]
+        held = [sum(map(len, plan.batches(step, rank))) for plan in plans for step in range(plan.steps)]
+        for step, taken in enumerate(np.split(indices, np.cumsum(held)[:-1])):
+            seen[step] += taken[: counts[step, rank]].tolist()  # of a filler nothing
     drawn = [step for epoch in range(EPOCHS) for step in data.drawn(epoch)]
     assert [sorted(step) for step in seen] == [sorted(step.tolist()) for step in drawn]
 
@@ -70,6 +74,25 @@ def test_the_cases_hold_what_they_are_meant_to(ranks: int) -> None:
     assert (without_weight.weights[1] == 0).all()
     assert (without_weight.counts[1] > 0).all()
     assert plans["long"].steps == LONG_STEPS
+    micro_batches = {name: np.diff(plan.parts).reshape(plan.counts.shape) for name, plan in plans.items()}
+    for name, numbers in micro_batches.items():
+        if "micro" in name or ("cut" in name and "fewer" not in name):
+            assert numbers.max() > 1, name
+        if "cut" in name and "fewer" not in name and cases(ranks)[name].pieces is None:
+            assert np.ptp(numbers, axis=0).min() > 0, "every rank has another number of them in some step"
+            assert np.ptp(numbers, axis=1).max() > 0, "some step has another number of them on some rank"
+    of_two = "cut-fillers-of-two-without-backward"
+    assert (micro_batches[of_two][plans[of_two].counts == 0] == 2).any()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_cut_into_micro_batches_changes_nothing(ranks: int, launched: Any) -> None:
+    plans = [Data(cases(ranks)[name], ranks).plan(0) for name in ("base", "cut", "cut-again")]
+    assert len({plan.fingerprint for plan in plans}) == 3
+    whole, *cut = [launched(ranks).parameters(name, 0) for name in ("base", "cut", "cut-again")]
+    for parameters in cut:
+        errors = relative_errors(parameters, whole)
+        assert max(errors.values()) <= 1e-13, errors
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import base
+from cases import base, micro_batched
 from launch import Launch, launched_once
 from training import Data
 
@@ -61,6 +61,22 @@ def test_average_is_the_mean_over_the_global_batch(ranks: int, when: str, kind: 
 @each_size
 def test_average_follows_a_loop_without_an_optimizer(ranks: int, launched: Any) -> None:
     check_averages(launched(ranks), ranks, "evaluation", "before", "float")
+
+
+@each_size
+@pytest.mark.parametrize("loop", ["micro_training", "micro_evaluation"])
+def test_average_of_micro_batches(ranks: int, loop: str, launched: Any) -> None:
+    plan = Data(micro_batched(ranks, loop), ranks).plan(epoch=0)
+    for rank in range(ranks):
+        steps = launched(ranks).json(rank)[loop]
+        assert len(steps) == plan.steps
+        for step, averaged in enumerate(steps):
+            terms = [
+                weight * (1.0 + 4 * other + step + number / 8)
+                for other in range(ranks)
+                for number, weight in enumerate(plan.micro_weights(step, other))
+            ]
+            assert averaged == pytest.approx([sum(terms) / ranks] * len(averaged), rel=1e-14)
 
 
 @each_size

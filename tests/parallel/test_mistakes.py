@@ -39,6 +39,27 @@ EXPECTED: dict[str, tuple[str, str] | None] = {
     "average_before_any_batch": ("RuntimeError", r"no step is at work: none has been taken"),
     "average_of_steps_not_trained_on": ("RuntimeError", r"2 steps were taken"),
     "average_of_a_text": ("TypeError", r"number or tensor.* str"),
+    "average_without_a_sampler": ("TypeError", r"chronica_hvd\.BatchSampler, not None"),
+    "operation_by_name": ("ValueError", r"op must be hvd.Average or hvd.Sum, not 'average'"),
+    "compression_by_name": ("TypeError", r"compression must be hvd\.Compression\.none, .* not 'fp16'"),
+    "predivide_by_text": ("TypeError", r"gradient_predivide_factor must be a number, not '2'"),
+    "predivide_by_zero": ("ValueError", r"gradient_predivide_factor must be positive, not 0"),
+    "predivide_a_sum": ("ValueError", r"gradient_predivide_factor=2 needs op=hvd\.Average"),
+    "loop_without_steps": ("RuntimeError", r"micro_batches='auto' .* for step in loader\.steps\(\)"),
+    "micro_batch_without_backward": ("RuntimeError", r"2 micro-batches of step 0 were taken without a backward pass"),
+    "micro_batches_read_ahead": ("RuntimeError", r"3 micro-batches of step 0 were taken without .* lookahead=1"),
+    "micro_batches_reversed": ("RuntimeError", r"3 micro-batches of step 0 were taken without a backward pass"),
+    "update_before_the_last_is_taken": ("RuntimeError", r"after 1 of the 3 micro-batches of step 0: first take every"),
+    "update_after_every_micro_batch": ("RuntimeError", r"after 1 of the 3 micro-batches of step 0: first take every"),
+    "synchronize_before_the_last_backward": ("RuntimeError", r"only 2 of the 3 micro-batches of step 0 had a backward"),
+    "next_step_without_update": ("RuntimeError", r"2 steps were taken"),
+    "step_left_early": ("RuntimeError", r"of step 1 was asked for, but those before it were not all taken"),
+    "step_gone_through_twice": ("RuntimeError", r"a step can be gone through once"),
+    "one_pass_too_many_while_reading_ahead": ("RuntimeError", r"once more than micro-batches of step 0 were taken, 1"),
+    "average_in_the_middle_of_a_step": ("RuntimeError", r"average\(\) was called after 1 of the 3 micro-batches"),
+    "average_of_too_few_values": ("ValueError", r"step 0 has 3 micro-batches .* 2 values were given"),
+    "average_of_one_value": ("ValueError", r"step 0 has 3 micro-batches .* 1 value was given; give a list"),
+    "average_of_shapes": ("ValueError", r"the values must have one shape, not \(0,\), \(1,\), \(2,\)"),
 }
 WITHOUT_RUN = {"sampler_before_init", "optimizer_before_init", "backward_after_the_last_step"}
 each_size = pytest.mark.parametrize("ranks", [2, 3])
@@ -70,7 +91,7 @@ def test_training_goes_on_exactly_after_a_mistake(ranks: int, mistake: str, laun
 
 
 @each_size
-@pytest.mark.parametrize("difference", ["seeds", "clipped", "epochs"])
+@pytest.mark.parametrize("difference", ["seeds", "clipped", "epochs", "evaluated_seeds", "evaluated_sizes"])
 def test_ranks_with_different_plans_are_named_in_the_first_step(ranks: int, difference: str, launched: Any) -> None:
     others = "ranks 1" if ranks == 2 else "ranks 1, 2"
     messages = set()

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from helpers import recut
 from torch import nn
 from torch.nn import functional
 
@@ -32,7 +33,9 @@ class Case:
     plan: dict[str, Any] = field(default_factory=dict)  # options of chronica_hvd.plan
     loader: dict[str, Any] = field(default_factory=dict)  # options of the loader
     optimizer: dict[str, Any] = field(default_factory=dict)  # options of the optimizer; op by its name
-    loop: str = "plain"  # or "steps", "ahead"
+    cut: int | None = None  # seed of other cuts into micro-batches than the plan's
+    pieces: int | None = None  # so many micro-batches where a cut has enough samples, instead of 1 to 4
+    loop: str = "plain"  # or "steps", "ahead", "steps_ahead"
     update: str = "plain"  # or "clip", "scheduler", "skip_fillers", "scaler"
     by_hand: bool = False  # num_replicas and rank given, as to torch's DistributedSampler
     broadcast: bool = False  # ranks start apart, rank 0's state is broadcast
@@ -52,7 +55,7 @@ class Data(torch.utils.data.Dataset):
         self.ranks = ranks
         self.sizes = np.clip(random.lognormal(1.5, 1.0, case.samples), 1, LONGEST).astype(np.int64)
         self.loss_weights = self._loss_weights(random)
-        if case.model == "mlp":
+        if case.model in ("mlp", "experts"):
             self.inputs = list(torch.from_numpy(random.normal(size=(case.samples, FEATURES))))
             self.targets = list(torch.from_numpy(random.normal(size=(case.samples, 2))))
         else:
@@ -91,7 +94,15 @@ class Data(torch.utils.data.Dataset):
     def plan(self, epoch: int) -> chronica_hvd.Plan:
         """Return the plan that all ranks must follow in this epoch."""
         ranks = self.case.speeds or self.ranks
-        return chronica_hvd.plan(self.sizes, ranks, self.case.batch_size, epoch=epoch, **self.plan_options)
+        plan = chronica_hvd.plan(self.sizes, ranks, self.case.batch_size, epoch=epoch, **self.plan_options)
+        return self.recut(plan, epoch)
+
+    def recut(self, plan: chronica_hvd.Plan, epoch: int) -> chronica_hvd.Plan:
+        """Cut a plan anew if the case says so."""
+        if self.case.cut is None:
+            return plan
+        weights = "sum" if self.case.loss_weight == "sum" else self.loss_weights
+        return recut(plan, weights, self.case.cut + epoch, self.case.pieces)
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -120,6 +131,24 @@ class Mlp(nn.Sequential):
 
     def losses(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return (self(inputs) - targets).square().mean(dim=1)
+
+
+class Experts(nn.Module):
+    """float64; a sample goes to one of three experts, so that micro-batches leave parameters without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(FEATURES, 2) for _ in range(3))
+        self.double()
+
+    def losses(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        choices = (inputs[:, 0] > 0).long() + (inputs[:, 1] > 0).long()
+        losses = torch.zeros(len(inputs), dtype=torch.float64)
+        for choice in choices.unique().tolist():
+            chosen = choices == choice
+            errors = (self.experts[choice](inputs[chosen]) - targets[chosen]).square().mean(dim=1)
+            losses = losses.index_put((chosen.nonzero()[:, 0],), errors)
+        return losses
 
 
 class Transformer(nn.Module):
@@ -161,7 +190,7 @@ class Bag(nn.Module):
         return (means - 1.0).square().mean(dim=1)
 
 
-MODELS: dict[str, Callable[[], Any]] = {"mlp": Mlp, "transformer": Transformer, "bag": Bag}
+MODELS: dict[str, Callable[[], Any]] = {"mlp": Mlp, "transformer": Transformer, "bag": Bag, "experts": Experts}
 
 
 def build(case: Case, seed: int = 7) -> Any:
@@ -198,7 +227,7 @@ def reference(case: Case, ranks: int) -> dict[str, np.ndarray]:
                 loss = losses.sum() / ranks
             if case.optimizer.get("op") == "Sum":
                 loss = loss * ranks
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=False)  # as Horovod sends zeros for a parameter that nobody used
             loss.backward()
             if case.update == "clip":
                 nn.utils.clip_grad_norm_(model.parameters(), CLIP)

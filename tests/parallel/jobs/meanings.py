@@ -9,7 +9,7 @@ from typing import Any
 import horovod.torch as hvd
 import rank
 import torch
-from cases import base
+from cases import base, micro_batched
 from train import Run
 from training import Case, build, mean, relative_errors, sgd
 
@@ -51,6 +51,27 @@ def averages_without_optimizer(case: Case) -> list[dict[str, Any]]:
     return [
         {"before": {"float": average("float", *logged(run, step), run.sampler)}} for step, _ in enumerate(run.loader)
     ]
+
+
+def averages_of_micro_batches(run: Run) -> list[list[float]]:
+    """Average lists in each step of an epoch: in training before and after the update, in evaluation once."""
+    averaged = []
+    for step, micro_batches in enumerate(run.loader.steps()):
+        number, is_filler = logged(run, step)
+        values: list[Any] = []
+        if run.optimizer is not None:
+            run.optimizer.zero_grad()
+        for batch in micro_batches:
+            values.append(float("nan") if is_filler else number + len(values) / 8)
+            if run.optimizer is not None:
+                run.loss(batch, is_filler).backward()
+        averaged.append([chronica_hvd.average(values, run.sampler)])
+        if run.optimizer is not None:
+            run.optimizer.step()
+            tensors = [torch.tensor([value], dtype=torch.float64) for value in values]
+            averaged[-1].append(chronica_hvd.average(tensors, run.sampler).item())
+            averaged[-1].append(chronica_hvd.average(tuple(values), run.sampler))
+    return averaged
 
 
 def logged(run: Run, step: int) -> tuple[float, bool]:
@@ -122,6 +143,10 @@ def main() -> None:
     result = {
         "training": averages(Run(base(ranks, "training"))),
         "evaluation": averages_without_optimizer(base(ranks, "evaluation")),
+        "micro_training": averages_of_micro_batches(Run(micro_batched(ranks, "micro_training"))),
+        "micro_evaluation": averages_of_micro_batches(
+            Run(micro_batched(ranks, "micro_evaluation"), with_optimizer=False)
+        ),
         "autograd_grad": autograd_grad(Run(base(ranks, "autograd_grad"))),
         "without_sampler": {name: without_sampler(options, name) for name, options in WITHOUT_SAMPLER.items()},
     }

@@ -159,6 +159,144 @@ def average_of_a_text(run: Run) -> None:
     chronica_hvd.average("1.0", run.sampler)
 
 
+def average_without_a_sampler(run: Run) -> None:
+    chronica_hvd.average(1.0, None)
+
+
+def operation_by_name(run: Run) -> None:
+    wrap(run, op="average")
+
+
+def compression_by_name(run: Run) -> None:
+    wrap(run, compression="fp16")
+
+
+def predivide_by_text(run: Run) -> None:
+    wrap(run, gradient_predivide_factor="2")
+
+
+def predivide_by_zero(run: Run) -> None:
+    wrap(run, gradient_predivide_factor=0.0)
+
+
+def predivide_a_sum(run: Run) -> None:
+    wrap(run, gradient_predivide_factor=2.0, op=hvd.Sum)
+
+
+# With micro-batches, three on every rank in every full step. ----------------------------------------------------------
+
+
+def loop_without_steps(run: Run) -> None:
+    iter(run.loader)
+
+
+def micro_batch_without_backward(run: Run) -> None:
+    step = iter(next(run.loader.steps()))
+    next(step)
+    run.loss(next(step)).backward()
+
+
+def micro_batches_read_ahead(run: Run) -> None:
+    for batch in list(next(run.loader.steps())):
+        run.loss(batch).backward()
+
+
+def micro_batches_reversed(run: Run) -> None:
+    for batch in reversed(list(next(run.loader.steps()))):
+        run.loss(batch).backward()
+
+
+def update_before_the_last_is_taken(run: Run) -> None:
+    run.optimizer.zero_grad()
+    run.loss(next(iter(next(run.loader.steps())))).backward()
+    try:
+        run.optimizer.step()
+    finally:
+        forget(run)
+
+
+def update_after_every_micro_batch(run: Run) -> None:
+    try:
+        for batch in next(run.loader.steps()):
+            run.optimizer.zero_grad()
+            run.loss(batch).backward()
+            run.optimizer.step()
+    finally:
+        forget(run)
+
+
+def synchronize_before_the_last_backward(run: Run) -> None:
+    batches = iter(next(run.loader.steps()))
+    run.loss(next(batches)).backward()
+    run.loss(next(batches)).backward()
+    next(batches)
+    try:
+        run.optimizer.synchronize()
+    finally:
+        forget(run)
+
+
+def next_step_without_update(run: Run) -> None:
+    try:
+        for step in run.loader.steps():
+            for batch in step:
+                run.loss(batch).backward()
+    finally:
+        run.optimizer.synchronize()  # what is under way
+        forget(run)
+
+
+def step_left_early(run: Run) -> None:
+    for step in run.loader.steps():
+        for _ in step:
+            break
+
+
+def step_gone_through_twice(run: Run) -> None:
+    step = next(run.loader.steps())
+    sum(len(indices) for indices, *_ in step)
+    for batch in step:
+        run.loss(batch).backward()
+
+
+def one_pass_too_many_while_reading_ahead(run: Run) -> None:
+    batches = iter(next(run.loader.steps()))
+    loss = run.loss(next(batches))
+    loss.backward(retain_graph=True)
+    try:
+        loss.backward()
+    finally:
+        forget(run)
+
+
+def average_in_the_middle_of_a_step(run: Run) -> None:
+    for _ in next(run.loader.steps()):
+        chronica_hvd.average(1.0, run.sampler)
+
+
+def average_of_too_few_values(run: Run) -> None:
+    for _ in next(run.loader.steps()):
+        pass
+    chronica_hvd.average([1.0, 2.0], run.sampler)
+
+
+def average_of_one_value(run: Run) -> None:
+    for _ in next(run.loader.steps()):
+        pass
+    chronica_hvd.average(torch.ones(3), run.sampler)
+
+
+def average_of_shapes(run: Run) -> None:
+    for _ in next(run.loader.steps()):
+        pass
+    chronica_hvd.average([torch.ones(number) for number in range(3)], run.sampler)
+
+
+def forget(run: Run) -> None:
+    """Let Horovod forget the step that is under way."""
+    run.optimizer.load_state_dict(run.optimizer.state_dict())
+
+
 def release(run: Run) -> None:
     """Let go of the optimizer, so that its parameters are free."""
     run.optimizer = None
@@ -194,10 +332,38 @@ MISTAKES = [
     average_before_any_batch,
     average_of_steps_not_trained_on,
     average_of_a_text,
+    average_without_a_sampler,
+    operation_by_name,
+    compression_by_name,
+    predivide_by_text,
+    predivide_by_zero,
+    predivide_a_sum,
+]
+WITH_MICRO_BATCHES = [
+    loop_without_steps,
+    micro_batch_without_backward,
+    micro_batches_read_ahead,
+    micro_batches_reversed,
+    update_before_the_last_is_taken,
+    update_after_every_micro_batch,
+    synchronize_before_the_last_backward,
+    next_step_without_update,
+    step_left_early,
+    step_gone_through_twice,
+    one_pass_too_many_while_reading_ahead,
+    average_in_the_middle_of_a_step,
+    average_of_too_few_values,
+    average_of_one_value,
+    average_of_shapes,
 ]
 
 #: What a mistake needs to be one: options of its case.
-NEEDS = {"two_batches_read_ahead": {"optimizer": {"lookahead": 1}}}
+MICRO = {"plan": {"micro_batches": "auto", "local_batch": "equal"}, "loop": "steps", "cut": 0, "pieces": 3}
+NEEDS: dict[str, dict[str, Any]] = {
+    **{mistake.__name__: MICRO for mistake in WITH_MICRO_BATCHES},
+    "two_batches_read_ahead": {"optimizer": {"lookahead": 1}},
+    "one_pass_too_many_while_reading_ahead": {**MICRO, "optimizer": {"lookahead": 1}},
+}
 
 
 def go_on(run: Run, folder: Path) -> None:
@@ -219,13 +385,32 @@ def different(run: Run, update: Callable[[Run], None]) -> tuple[Error, bool]:
     return error, all(map(torch.equal, before, run.model.parameters()))
 
 
+def evaluated(run: Run) -> tuple[Error, bool]:
+    """Return the error of the first average, and whether there was one after the first batch."""
+    batches = iter(run.loader)
+    next(batches)
+    error = attempt(lambda: chronica_hvd.average(1.0, run.sampler))
+    return error, error is not None
+
+
 def differences() -> dict[str, tuple[Error, bool]]:
     second = min(hvd.rank(), 1)  # ranks 1 and 2 agree
     seeds = Run(base(hvd.size(), "seeds", plan={"seed": second}))
     clipped = Run(base(hvd.size(), "clipped", plan={"local_batch": ("free", "equal")[second]}))
     epochs = Run(base(hvd.size(), "epochs"))
     epochs.sampler.set_epoch(second)
+    evaluated_seeds = Run(base(hvd.size(), "evaluated_seeds", plan={"seed": second}), with_optimizer=False)
+    evaluated_sizes = Run(base(hvd.size(), "evaluated_sizes"), with_optimizer=False)
+    if second:
+        evaluated_sizes.sampler = chronica_hvd.BatchSampler(
+            evaluated_sizes.data.sizes + 1, 4, **evaluated_sizes.data.plan_options
+        )
+        evaluated_sizes.loader = chronica_hvd.DataLoader(
+            evaluated_sizes.data, batch_sampler=evaluated_sizes.sampler, collate_fn=collate
+        )
     return {
+        "evaluated_seeds": evaluated(evaluated_seeds),
+        "evaluated_sizes": evaluated(evaluated_sizes),
         "seeds": different(seeds, lambda run: run.optimizer.step()),
         "clipped": different(clipped, lambda run: run.optimizer.synchronize()),
         "epochs": different(epochs, lambda run: run.optimizer.step()),
@@ -237,7 +422,7 @@ def main() -> None:
     errors = {action.__name__: attempt(action) for action in (sampler_before_init, optimizer_before_init)}
     hvd.init()
     afterwards = {}
-    for mistake in MISTAKES:
+    for mistake in [*MISTAKES, *WITH_MICRO_BATCHES]:
         name = mistake.__name__
         run = Run(base(hvd.size(), name, **NEEDS.get(name, {})))
         errors[name] = attempt(functools.partial(mistake, run))

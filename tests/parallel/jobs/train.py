@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
@@ -15,6 +16,7 @@ import numpy as np
 import rank
 import torch
 from cases import cases
+from helpers import recut_sampler
 from training import CLIP, EPOCHS, Case, Data, build, collate, mean, schedule, sgd
 
 import chronica_hvd
@@ -29,12 +31,15 @@ class Run:
         self.sampler = chronica_hvd.BatchSampler(
             self.data.sizes, case.batch_size, **self._replicas(), **self.data.plan_options
         )
+        if case.cut is not None:
+            recut_sampler(self.sampler, case.cut, case.pieces)
         self.loader = chronica_hvd.DataLoader(self.data, batch_sampler=self.sampler, collate_fn=collate, **case.loader)
         self.model = build(case, seed=7 + (hvd.rank() if case.broadcast else 0))
         self.optimizer = self.wrap() if with_optimizer else None
         self.scaler = torch.amp.GradScaler("cpu", enabled=case.update == "scaler")
         self.batches: list[np.ndarray] = []
-        self.weights: list[list[float]] = []  # of optimizer and sampler, before and after the update
+        self.weights: list[list[float]] = []  # of optimizer and sampler, after each backward pass
+        self.weights_after: list[list[float]] = []  # the same after each update
         self.fingerprints: list[str] = []
         self.gathered: list[str] = []
 
@@ -63,23 +68,29 @@ class Run:
         for epoch in range(EPOCHS):
             self.sampler.set_epoch(epoch)
             self.fingerprints.append(self._plan_again(epoch).fingerprint)
-            for step, batch in enumerate(self._taken()):
-                self.batches.append(batch[0].numpy())
-                self._step(batch, is_filler=self.sampler.plan.counts[step, hvd.rank()] == 0)
+            for step, micro_batches in enumerate(self._steps()):
+                self._step(micro_batches, is_filler=self.sampler.plan.counts[step, hvd.rank()] == 0)
             if self.case.update == "scheduler":
                 scheduler.step()
 
     def _plan_again(self, epoch: int) -> chronica_hvd.Plan:
         sampler = self.sampler
         options = {**self.data.plan_options, "cost": sampler.cost}
-        return chronica_hvd.plan(self.data.sizes, sampler.speeds, sampler.batch_size, epoch=epoch, **options)
+        plan = chronica_hvd.plan(self.data.sizes, sampler.speeds, sampler.batch_size, epoch=epoch, **options)
+        return self.data.recut(plan, epoch)
 
-    def _taken(self) -> Iterable[Any]:
-        if self.case.loop == "plain":
-            return self.loader
+    def _steps(self) -> Iterator[Iterable[Any]]:
+        """Yield the micro-batches of each step, taken as the case says."""
+        if self.case.loop == "steps":
+            return self.loader.steps()
+        if self.case.loop == "steps_ahead":
+            return ahead(list(step) for step in self.loader.steps())
+        is_whole = self.sampler.micro_batches == 1
+        batches = iter(self.loader) if is_whole else (batch for step in self.loader.steps() for batch in step)
         if self.case.loop == "ahead":
-            return ahead(self.loader)
-        return (batch for step in self.loader.steps() for batch in step)
+            batches = ahead(batches)
+        plan = self.sampler.plan
+        return (itertools.islice(batches, len(plan.batches(step, hvd.rank()))) for step in range(plan.steps))
 
     def loss(self, batch: Any, is_filler: bool = False) -> torch.Tensor:
         """Return this rank's mean (or summed) loss, NaN on a filler: it must not count."""
@@ -89,15 +100,17 @@ class Run:
             return losses.sum()
         return mean(losses, torch.from_numpy(self.data.loss_weights)[indices])
 
-    def _step(self, batch: Any, is_filler: bool) -> None:
+    def _step(self, micro_batches: Iterable[Any], is_filler: bool) -> None:
         self.optimizer.zero_grad()
-        if not (is_filler and self.case.update == "skip_fillers"):
-            self.scaler.scale(self.loss(batch, is_filler)).backward()
-        before = [self.optimizer.weight, self.sampler.weight]
+        for batch in micro_batches:
+            self.batches.append(batch[0].numpy())
+            if not (is_filler and self.case.update == "skip_fillers"):
+                self.scaler.scale(self.loss(batch, is_filler)).backward()
+            self.weights.append([self.optimizer.weight, self.sampler.weight])
         update(self)
         # A loop that reads ahead has the next step open by now, and is told to ask before the update.
-        after = [] if self.case.loop == "ahead" else [self.optimizer.weight, self.sampler.weight]
-        self.weights.append([*before, *after])
+        if "ahead" not in self.case.loop:
+            self.weights_after.append([self.optimizer.weight, self.sampler.weight])
 
     def save(self, folder: Path) -> None:
         np.savez(
@@ -105,6 +118,7 @@ class Run:
             indices=np.concatenate(self.batches),
             lengths=[len(batch) for batch in self.batches],
             weights=self.weights,
+            weights_after=self.weights_after,
             fingerprints=self.fingerprints,
             gathered=np.array(self.gathered, dtype=str),
             **{f"parameter.{name}": value.detach().numpy() for name, value in self.model.named_parameters()},
