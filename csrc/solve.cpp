@@ -165,7 +165,10 @@ class Solver {
     const double largest = *std::max_element(limits_.capacity.begin(), limits_.capacity.end());
     CheapestCut cut;
     std::vector<std::int64_t> ends;
-    // Dearer micro-batches make for fewer and longer ones, which the allreduce overlaps with better.
+    // Dearer micro-batches make for fewer and longer ones, which the allreduce overlaps with better. Beyond what all
+    // samples cost in one of them there are none fewer; and sums of prices must not overflow.
+    const std::int64_t dearest =
+        std::min(step_.samples() * step_.cost.front(), std::numeric_limits<std::int64_t>::max() / 8 / step_.samples());
     std::int64_t price = step_.fixed;
     std::int64_t previous = 0;
     do {
@@ -181,8 +184,8 @@ class Solver {
           improve(dealer);
         }
       }
-      price = std::max(2 * price, step_.cost.front() / 4);
-    } while (comm_ > 0.0 && previous > speeds_.ranks());
+      price = std::max({std::int64_t{1}, 2 * price, step_.cost.front() / 4});
+    } while (comm_ > 0.0 && previous > speeds_.ranks() && price <= dearest);
     cut_into_equal_micro_batches();
     consider_one_batch();
   }
