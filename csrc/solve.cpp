@@ -100,12 +100,12 @@ class Solver {
       }
       consider(pack(step_, speeds_, limits_.counts, room, bound_));
     }
-    if (limits_.micro_batches == 1) {
-      if (!best_) {
-        consider(repack(step_, speeds_, limits_.counts, room, bound_, in_turn(step_, speeds_.ranks())));
-      }
-    } else if (!best_ || has_several_micro_batches()) {
+    if (limits_.micro_batches > 1 && (!best_ || has_several_micro_batches())) {
       consider(deal_filled_micro_batches());
+      consider(pack(step_, speeds_, limits_.counts, limits_.capacity, bound_));
+    }
+    if (!best_ || has_several_micro_batches()) {
+      consider(repack(step_, speeds_, limits_.counts, limits_.capacity, bound_, in_turn(step_, speeds_.ranks())));
     }
   }
 
@@ -261,6 +261,9 @@ class Solver {
   void deal_equal_counts() {
     const std::vector<double> room(limits_.capacity.size(), std::numeric_limits<double>::infinity());
     consider(one_batch_each(step_, speeds_, {limits_.counts, 1, room}));
+    if (!best_ || has_several_micro_batches()) {
+      consider(one_batch_each(step_, speeds_, {limits_.counts, 1, limits_.capacity}));
+    }
     const double largest = *std::max_element(limits_.capacity.begin(), limits_.capacity.end());
     CheapestCut cut;
     std::vector<std::int64_t> ends;

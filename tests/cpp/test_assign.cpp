@@ -496,6 +496,42 @@ void it_is_never_slower_than_dealing_in_turn() {
   CHECK(trials > 600 && earlier > trials / 2);
 }
 
+void many_micro_batches_are_never_slower_than_one() {
+  draw::Engine engine(6);
+  int trials = 0;
+  for (int round = 0; round < 800; ++round) {
+    Trial trial(engine, round % draw::kKinds, round % 3 != 0, round % 4 == 0);
+    trial.limits.micro_batches = 1;
+    const auto one = trial.solve();
+    if (one) {
+      ++trials;
+      for (const std::int64_t most : {std::int64_t{2}, std::int64_t{3}, trial.step.samples()}) {
+        trial.limits.micro_batches = most;
+        const auto many = trial.solve();
+        CHECK(many.has_value());
+        CHECK(!many || trial.finish(*many) <= trial.finish(*one));
+      }
+    }
+  }
+  CHECK(trials > 400);
+}
+
+/// Of 10, 9.5 and 9 the fast rank best takes the first two; but these do not fit into one micro-batch, and two cost too
+/// much, so it takes the last two.
+void equal_counts_too_look_for_one_micro_batch_each() {
+  const Given given{{10.0, 9.5, 9.0}, {10.0, 9.5, 9.0}, {1.0, 1.05}, {19.5, 19.5}};
+  Block block = given.block(3);
+  block.global_batch = 4;
+  block.fixed_cost = 1000.0;
+  block.equal_counts = true;
+  for (const std::int64_t micro_batches : {1, 2}) {
+    block.micro_batches = micro_batches;
+    check_assignment(block);
+    const Assignment result = chronica::assign(block);
+    CHECK(std::abs(*std::max_element(result.loads.begin(), result.loads.end()) - 1010.0) < 1e-6);
+  }
+}
+
 /// A capacity that makes for more micro-batches than ranks, and an allreduce to overlap with.
 void more_micro_batches_than_ranks_are_needed() {
   for (const double cost : {0.0, 1.0, 1e-9}) {
@@ -523,6 +559,8 @@ int main() {
   steps_do_not_depend_on_each_other();
   the_first_infeasible_step_is_named();
   it_is_never_slower_than_dealing_in_turn();
+  many_micro_batches_are_never_slower_than_one();
+  equal_counts_too_look_for_one_micro_batch_each();
   more_micro_batches_than_ranks_are_needed();
   return failures;
 }
