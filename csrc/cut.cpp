@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <iterator>
 #include <limits>
 
 namespace chronica {
@@ -21,6 +22,29 @@ std::int64_t between(std::int64_t low, std::int64_t high) noexcept {
     return std::clamp(static_cast<std::int64_t>(middle), low + 1, high - 1);
   }
   return low + (high - low) / 2;
+}
+
+/// How many samples from `first` on one micro-batch may hold.
+std::int64_t room(const Samples& samples, std::int64_t first) noexcept {
+  const double size = samples.size[static_cast<std::size_t>(first)];
+  std::int64_t count = std::ssize(samples.cost) - first;
+  // Whether they fit is asked as count · size ≤ capacity, which a rounded quotient does not answer exactly.
+  if (size * static_cast<double>(count) > samples.capacity) {
+    count = std::min(count, static_cast<std::int64_t>(samples.capacity / size) + 1);
+    while (count > 0 && size * static_cast<double>(count) > samples.capacity) {
+      --count;
+    }
+  }
+  return count;
+}
+
+/// The least number of micro-batches for samples that each fit alone.
+std::int64_t fewest_batches(const Samples& samples) noexcept {
+  std::int64_t batches = 0;
+  for (std::int64_t first = 0; first < std::ssize(samples.cost); first += room(samples, first)) {
+    ++batches;
+  }
+  return batches;
 }
 
 }  // namespace
@@ -49,19 +73,8 @@ void CheapestCut::push(const Line& line) {
   queue_.push_back(added);
 }
 
-CheapestCut::Line CheapestCut::line_from(const Samples& samples, std::int64_t first, std::int64_t base) const {
-  const auto at = static_cast<std::size_t>(first);
-  const auto count = static_cast<std::int64_t>(samples.cost.size());
-  const double size = samples.size[at];
-  // Whether x samples fit is asked as x · size ≤ capacity, which a rounded quotient does not answer exactly.
-  std::int64_t room = count - first;
-  if (size * static_cast<double>(room) > samples.capacity) {
-    room = std::min(room, static_cast<std::int64_t>(samples.capacity / size) + 1);
-    while (room > 0 && size * static_cast<double>(room) > samples.capacity) {
-      --room;
-    }
-  }
-  return {first, base, samples.cost[at], first + room, 0};
+CheapestCut::Line CheapestCut::line_from(const Samples& samples, std::int64_t first, std::int64_t base) {
+  return {first, base, samples.cost[static_cast<std::size_t>(first)], first + room(samples, first), 0};
 }
 
 void CheapestCut::advance(std::int64_t end) {
@@ -150,8 +163,10 @@ std::int64_t cheapest_total(const Step& step, std::int64_t least, std::int64_t m
   const bool too_many = cut.batches() > most;
   const std::int64_t wanted = too_many ? most : least;
   std::int64_t low = too_many ? 0 : -step.fixed - 1;  // makes for more than wanted, or is not allowed
-  // No price need be higher than all samples cost; far below that none lets the sums of prices overflow.
-  const std::int64_t highest = std::min(step.samples() * step.cost.front() + 1, kNever / 4 / step.samples());
+  // No price need be higher than all samples cost. The cheapest cut pays it no more often than the one into the fewest
+  // micro-batches would have to, so that sums of prices do not overflow.
+  const std::int64_t highest =
+      std::min(step.samples() * step.cost.front() + 1, kNever / 4 / (fewest_batches(samples) + 1));
   std::int64_t high = too_many ? highest : 0;
   while (high - low > 1) {
     const std::int64_t extra = between(low, high);

@@ -52,7 +52,7 @@ class CheapestCut {
 
   static std::int64_t overtakes_at(const Line& older, const Line& newer) noexcept;
   void push(const Line& line);
-  [[nodiscard]] Line line_from(const Samples& samples, std::int64_t first, std::int64_t base) const;
+  static Line line_from(const Samples& samples, std::int64_t first, std::int64_t base);
   void advance(std::int64_t end);
 
   std::vector<Line> queue_;

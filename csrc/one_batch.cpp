@@ -55,10 +55,13 @@ class Cutter {
     // starts near the mean.
     const Wide all = Wide{step_.fixed} + Wide{counts_.most} * step_.cost.front();
     Wide certain = all * speeds_.fastest() / speeds_.slowest() + 1;
+    if (below && below->load == 0) {
+      return std::nullopt;
+    }
     if (below) {
       certain = std::min(certain, (Wide{below->load} * speeds_.fastest() - 1) / below->speed);
     }
-    if (certain < 0 || !fits(certain)) {
+    if (!fits(certain)) {
       return std::nullopt;
     }
     Wide feasible = std::accumulate(step_.cost.begin(), step_.cost.end(), std::int64_t{0}) / speeds_.ranks() + 1;
@@ -85,8 +88,11 @@ class Cutter {
 
   /// The load that a rank of this speed may carry when the fastest rank may carry `makespan`.
   [[nodiscard]] std::int64_t capacity(Wide makespan, std::int64_t speed) const noexcept {
-    constexpr Wide most = std::int64_t{1} << 62;
-    return static_cast<std::int64_t>(std::min(makespan * speed / speeds_.fastest(), most));
+    constexpr std::int64_t most = std::int64_t{1} << 62;
+    if (makespan >= Wide{most} * speeds_.fastest() / speed) {
+      return most;  // what a slow rank needs may be too long to be multiplied by a high speed
+    }
+    return static_cast<std::int64_t>(makespan * speed / speeds_.fastest());
   }
 
   /// How many samples from `first` on fit a capacity; 0 where fewer than `least` do. Leaves `least` for each later

@@ -115,12 +115,12 @@ class Solver {
       }
       consider(pack(step_, speeds_, limits_.counts, room, bound_));
     }
-    if (limits_.micro_batches == 1) {
-      if (!best_) {
-        consider(repack(step_, speeds_, limits_.counts, room, bound_, in_turn(step_, speeds_.ranks())));
-      }
-    } else if (!best_ || has_several_micro_batches()) {
+    if (limits_.micro_batches > 1 && (!best_ || has_several_micro_batches())) {
       consider(deal_filled_micro_batches());
+      consider(pack(step_, speeds_, limits_.counts, limits_.capacity, bound_));
+    }
+    if (!best_ || has_several_micro_batches()) {
+      consider(repack(step_, speeds_, limits_.counts, limits_.capacity, bound_, in_turn(step_, speeds_.ranks())));
     }
   }
 
@@ -180,7 +180,10 @@ class Solver {
     const double largest = *std::max_element(limits_.capacity.begin(), limits_.capacity.end());
     CheapestCut cut;
     std::vector<std::int64_t> ends;
-    // Dearer micro-batches make for fewer and longer ones, which the allreduce overlaps with better.
+    // Dearer micro-batches make for fewer and longer ones, which the allreduce overlaps with better. Beyond what all
+    // samples cost in one of them there are none fewer; and sums of prices must not overflow.
+    const std::int64_t dearest =
+        std::min(step_.samples() * step_.cost.front(), std::numeric_limits<std::int64_t>::max() / 8 / step_.samples());
     std::int64_t price = step_.fixed;
     std::int64_t previous = 0;
     do {
@@ -196,8 +199,8 @@ class Solver {
           improve(dealer);
         }
       }
-      price = std::max(2 * price, step_.cost.front() / 4 + 1);
-    } while (comm_ > 0.0 && previous > speeds_.ranks() && price <= step_.samples() * step_.cost.front());
+      price = std::max({std::int64_t{1}, 2 * price, step_.cost.front() / 4});
+    } while (comm_ > 0.0 && previous > speeds_.ranks() && price <= dearest);
     cut_into_equal_micro_batches();
     consider_one_batch();
   }
@@ -273,6 +276,9 @@ class Solver {
   void deal_equal_counts() {
     const std::vector<double> room(limits_.capacity.size(), std::numeric_limits<double>::infinity());
     consider(one_batch_each(step_, speeds_, {limits_.counts, 1, room}));
+    if (!best_ || has_several_micro_batches()) {
+      consider(one_batch_each(step_, speeds_, {limits_.counts, 1, limits_.capacity}));
+    }
     const double largest = *std::max_element(limits_.capacity.begin(), limits_.capacity.end());
     CheapestCut cut;
     std::vector<std::int64_t> ends;

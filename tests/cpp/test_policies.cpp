@@ -113,7 +113,10 @@ class Reference {
   void fill_in_turn(std::vector<Order>& shares, const std::vector<std::size_t>& counts) {
     const double total = std::accumulate(pool_.costs.begin(), pool_.costs.end(), 0.0);
     const double local = static_cast<double>(pool_.global_batch / std::ssize(pool_.speeds));
-    const double capacity = std::round(total / static_cast<double>(pool_.costs.size()) * local);
+    const double mean = total / static_cast<double>(pool_.costs.size()) * local;
+    const bool is_whole = std::none_of(pool_.costs.begin(), pool_.costs.end(),
+                                       [](double cost) { return std::fmod(cost, 1.0) != 0.0; });
+    const double capacity = is_whole ? std::round(mean) : mean;
     for (std::size_t rank = 0; rank < shares.size(); ++rank) {
       double load = 0.0;
       while (shares[rank].size() < counts[rank]) {
