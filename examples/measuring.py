@@ -15,7 +15,7 @@ from torch import Tensor
 
 import chronica_hvd as chronica
 
-CALIBRATION_SHAPES = 8
+CALIBRATION_SHAPES = 12
 CALIBRATION_REPEATS = 3
 
 
@@ -32,7 +32,7 @@ class Run:
     seconds
         Wall time of the epoch.
     records
-        (steps, ranks) timer records of all ranks.
+        (micro-batches,) this rank's timer records.
     """
 
     losses: list[float]
@@ -40,54 +40,62 @@ class Run:
     seconds: float
     records: NDArray[Any]
 
-    @property
+    def per_step(self, values: NDArray[Any], name: str) -> NDArray[np.float64]:
+        """Return (steps, ranks) the sums over each rank's micro-batches of a value each; a collective."""
+        sums = np.bincount(self.records["step"], values)
+        every: NDArray[np.float64] = hvd.allgather(torch.from_numpy(sums), name=name).numpy()
+        return every.reshape(hvd.size(), -1).T
+
     def idle_share(self) -> float:
-        """The share of the ranks' time spent waiting for the slowest of them."""
-        return idle_share(self.records["elapsed_ns"])
+        """Return the share of the ranks' time spent waiting for the slowest of them; a collective."""
+        return _idle_share(self.per_step(self.records["elapsed_ns"], "elapsed"))
 
     def summary(self, cost: chronica.CostModel) -> dict[str, Any]:
         """Return the run's figures; a collective."""
-        tokens = int(hvd.allreduce(torch.tensor([self.tokens]), op=hvd.Sum, name="tokens"))
         records = self.records
+        tokens = int(hvd.allreduce(torch.tensor([self.tokens]), op=hvd.Sum, name="tokens"))
+        elapsed = self.per_step(records["elapsed_ns"], "elapsed")
+        predicted = self.per_step(cost.predict(records["samples"], records["size"], records["size2"]), "predicted")
+        micro_batches = self.per_step(np.ones(len(records)), "micro_batches")
         return {
             "steps_per_s": len(self.losses) / self.seconds,
             "tokens_per_s": tokens / self.seconds,
-            "compute_share": float(records["elapsed_ns"].mean(axis=1).sum()) / 1e9 / self.seconds,
-            "idle_share": self.idle_share,
-            "predicted_idle_share": idle_share(cost.predict(records["samples"], records["size"], records["size2"])),
-            "padding_share": 1.0 - tokens / int(records["size"].sum()),
+            "compute_share": float(elapsed.mean(axis=1).sum()) / 1e9 / self.seconds,
+            "idle_share": _idle_share(elapsed),
+            "predicted_idle_share": _idle_share(predicted),
+            "padding_share": 1.0 - tokens / float(self.per_step(records["size"], "size").sum()),
+            "micro_batches": float(micro_batches.mean()),
             "final_loss": self.losses[-1],
             "losses": self.losses,
         }
 
 
-def idle_share(times: NDArray[Any]) -> float:
+def _idle_share(times: NDArray[Any]) -> float:
     """Return 1 − Σ mean / Σ max over the ranks of (steps, ranks) times."""
     return float(1.0 - times.mean(axis=1).sum() / times.max(axis=1).sum())
 
 
-def gather(records: NDArray[Any], name: str) -> NDArray[Any]:
-    """Return (records, ranks) of all ranks' timer records; every rank has the same number. A collective."""
-    flat = torch.from_numpy(records.view(np.int64).reshape(len(records), -1))
-    every: NDArray[Any] = hvd.allgather(flat, name=name).numpy()
-    return every.reshape(-1).view(records.dtype).reshape(hvd.size(), len(records)).T
-
-
 def calibrate(loss: Callable[[Tensor, Tensor], Tensor], sizes: list[int], batch_size: int) -> chronica.CostModel:
-    """Time eight shapes of a first plan on every rank and fit what a padded batch costs; the same on every rank."""
-    plan = chronica.plan(sizes, hvd.size(), batch_size, cost=chronica.CostModel(per_size=1, per_size2=1 / max(sizes)))
-    batches = (plan.batches(step, rank)[0] for step in range(plan.steps) for rank in range(plan.ranks))
-    shapes = sorted({(len(batch), max(sizes[sample] for sample in batch)) for batch in batches}, key=math.prod)
-    chosen = [shapes[int(place)] for place in np.linspace(0, len(shapes) - 1, CALIBRATION_SHAPES).round()]
+    """Time shapes of a first plan on every rank and fit what a padded micro-batch costs; the same on every rank."""
+    guess = chronica.CostModel(fixed=float(np.mean(sizes)), per_size=1, per_size2=1 / max(sizes))
+    plan = chronica.plan(sizes, hvd.size(), batch_size, cost=guess, micro_batches="auto")
+    shapes = sorted(plan.shapes(), key=math.prod)
+    # Spread over the work in them rather than over their number: most are small.
+    places = np.searchsorted(
+        np.cumsum([math.prod(shape) for shape in shapes]),
+        np.linspace(0, 1, CALIBRATION_SHAPES) * sum(map(math.prod, shapes)),
+    )
+    chosen = [shapes[min(int(place), len(shapes) - 1)] for place in places]
     timer = chronica.StepTimer()
     # Before any timing the largest batch of plain training, so that the memory for all others has been had once.
     for samples, longest in [(batch_size, max(sizes)), *chosen * CALIBRATION_REPEATS]:
-        text = torch.randint(256, (samples, longest))
-        timer.start(samples=samples, size=samples * longest, size2=samples * longest**2)
-        loss(text, torch.full((samples,), longest)).backward()
+        text = torch.randint(256, (samples, int(longest)))
+        timer.start(samples=samples, size=samples * int(longest), size2=samples * int(longest) ** 2)
+        loss(text, torch.full((samples,), int(longest))).backward()
         timer.stop()
-    # (repeats · shapes, ranks) → (repeats, shapes, ranks); the median of a shape forgets what disturbed one of them.
-    records = gather(timer.drain()[1:], "calibration").reshape(CALIBRATION_REPEATS, CALIBRATION_SHAPES, -1)
-    typical = records[0, :, 0].copy()
-    typical["elapsed_ns"] = np.median(records["elapsed_ns"], axis=(0, 2))
+    records = timer.drain()[1:]
+    every = hvd.allgather(torch.from_numpy(records["elapsed_ns"].copy()), name="calibration").numpy()
+    # (ranks · repeats, shapes); the median of a shape forgets what disturbed one of them.
+    typical = records[:CALIBRATION_SHAPES].copy()
+    typical["elapsed_ns"] = np.median(every.reshape(-1, CALIBRATION_SHAPES), axis=0)
     return chronica.CostModel.fit(typical)
