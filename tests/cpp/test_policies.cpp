@@ -114,8 +114,8 @@ class Reference {
     const double total = std::accumulate(pool_.costs.begin(), pool_.costs.end(), 0.0);
     const double local = static_cast<double>(pool_.global_batch / std::ssize(pool_.speeds));
     const double mean = total / static_cast<double>(pool_.costs.size()) * local;
-    const bool is_whole = std::none_of(pool_.costs.begin(), pool_.costs.end(),
-                                       [](double cost) { return std::fmod(cost, 1.0) != 0.0; });
+    const bool is_whole =
+        std::none_of(pool_.costs.begin(), pool_.costs.end(), [](double cost) { return std::fmod(cost, 1.0) != 0.0; });
     const double capacity = is_whole ? std::round(mean) : mean;
     for (std::size_t rank = 0; rank < shares.size(); ++rank) {
       double load = 0.0;
