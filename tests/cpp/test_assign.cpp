@@ -254,7 +254,7 @@ void every_option_with_every_other() {
   const std::array comms{0.0, 0.0, 5.0, 1000.0};
   const std::array fixed{0.0, 3.0, 200.0, 1e18};
   int infeasible = 0;
-  for (int round = 0; round < 2000; ++round) {
+  for (int round = 0; round < 1400; ++round) {
     const std::int64_t ranks = draw::between(engine, 1, 9);
     const std::int64_t global_batch = ranks * draw::between(engine, 1, 6);
     const std::int64_t samples = draw::between(engine, 1, 3 * global_batch);
@@ -282,7 +282,7 @@ void every_option_with_every_other() {
     check_assignment(block);
     infeasible += block.is_hard && chronica::assign(block).infeasible_step >= 0 ? 1 : 0;
   }
-  CHECK(infeasible > 60 && infeasible < 700);
+  CHECK(infeasible > 40 && infeasible < 500);
 }
 
 void sizes_and_ranks() {
@@ -312,10 +312,10 @@ void more_ranks_than_samples_by_far() {
   draw::Engine engine(3);
   for (const std::int64_t kinds_of_speed : {1, 2, 50}) {
     for (const std::int64_t samples : {1, 3, 40}) {
-      const Given given = draw_given(engine, samples, 1000, kinds_of_speed, 0);
+      const Given given = draw_given(engine, samples, 500, kinds_of_speed, 0);
       for (const bool padded : {false, true}) {
         for (const std::int64_t least : {1, 3, 100}) {
-          Block block = given.block(1000);
+          Block block = given.block(500);
           block.padded = padded;
           block.least = least;
           block.micro_batches = 2;
@@ -328,29 +328,29 @@ void more_ranks_than_samples_by_far() {
 
 void strange_costs() {
   const double huge = static_cast<double>(std::numeric_limits<std::int64_t>::max());
-  std::vector<double> one_giant(60, 1.0);
-  one_giant[37] = std::ldexp(1.0, 40);
-  std::vector<double> whole_range(60);
+  std::vector<double> one_giant(36, 1.0);
+  one_giant[23] = std::ldexp(1.0, 40);
+  std::vector<double> whole_range(36);
   for (std::size_t i = 0; i < whole_range.size(); ++i) {
-    whole_range[i] = std::pow(huge, static_cast<double>(i) / 59.0);
+    whole_range[i] = std::pow(huge, static_cast<double>(i) / 35.0);
   }
-  std::vector<double> tiny_and_huge(60, 1e-300);
+  std::vector<double> tiny_and_huge(36, 1e-300);
   tiny_and_huge[7] = 1e280;
-  std::vector<double> sorted(60);
+  std::vector<double> sorted(36);
   std::iota(sorted.begin(), sorted.end(), 0.0);
   const std::vector<std::vector<double>> all = {
-      std::vector<double>(60, 0.0),
-      std::vector<double>(60, 1.0),
-      std::vector<double>(60, huge),
-      std::vector<double>(60, 1e-300),
-      std::vector<double>(60, 1e280),
+      std::vector<double>(36, 0.0),
+      std::vector<double>(36, 1.0),
+      std::vector<double>(36, huge),
+      std::vector<double>(36, 1e-300),
+      std::vector<double>(36, 1e280),
       one_giant,
-      std::vector<double>(60, std::numeric_limits<double>::denorm_min()),
+      std::vector<double>(36, std::numeric_limits<double>::denorm_min()),
       whole_range,
       tiny_and_huge,
       sorted,
       // A step's summed load stays just below the largest double.
-      std::vector<double>(60, std::numeric_limits<double>::max() / 512.0),
+      std::vector<double>(36, std::numeric_limits<double>::max() / 512.0),
   };
   const std::vector<std::vector<double>> all_speeds = {
       {1.0}, {1.0, 1.0, 1.0, 1.0}, draw::speeds(7, 3), {1.0, std::ldexp(1.0, -20)}, {1e-15, 3e-15, 2e-15}};
