@@ -2,7 +2,7 @@
 
     horovodrun -np 2 python examples/train_text.py                      # balanced by chronica_hvd, in micro-batches
     horovodrun -np 2 python examples/train_text.py --mode plain         # the same training with plain Horovod
-    horovodrun -np 2 python examples/train_text.py --mode by-length     # plain Horovod, other batches: grouped by length
+    horovodrun -np 2 python examples/train_text.py --mode by-length     # plain Horovod, batches grouped by length
 
 The first two train on the same global batches; the lines that differ are in ``main``. The loss is the mean over samples
 of each sample's mean loss per byte.
