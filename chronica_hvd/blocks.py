@@ -100,7 +100,7 @@ def assign(
         ``max_size`` cannot be kept in a step, which is named.
     """
     threads = _threads()
-    blocks = []
+    blocks: list[Assigned] = []
     for begin in range(0, order.size, BLOCK_STEPS * global_batch):
         of_block = slice(begin, begin + BLOCK_STEPS * global_batch)
         places, *others, infeasible = _core.assign(
@@ -126,10 +126,9 @@ def assign(
                 f' of them at most on each of {work.ranks} ranks. Raise max_size, or give micro_batches="auto"'
             )
         places += begin
-        blocks.append((places, *others))
-    if len(blocks) == 1:
-        return Assigned(*blocks[0])
-    return Assigned(*(np.concatenate(arrays) for arrays in zip(*blocks, strict=True)))
+        blocks.append(Assigned(places, *others))
+    joined: list[Any] = [np.concatenate(arrays) for arrays in zip(*blocks, strict=True)]
+    return Assigned(*joined)
 
 
 def offsets(counts: NDArray[np.int64]) -> NDArray[np.int64]:

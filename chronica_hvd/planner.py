@@ -180,9 +180,10 @@ class Planner:
     def _capacity(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return (ranks,) the largest micro-batch of each rank: ``max_size``, else as with plain batches."""
         if self.options.max_size is not None:
-            return np.full(self.workload.ranks, self.options.max_size)
+            return np.full(self.workload.ranks, self.options.max_size, dtype=np.float64)
         speeds = self.workload.effective_speeds
-        return self._largest_plain_batch(lengths) * np.maximum(1.0, speeds / speeds.mean())
+        grown: NDArray[np.float64] = np.maximum(1.0, speeds / speeds.mean())
+        return self._largest_plain_batch(lengths) * grown
 
     def _largest_plain_batch(self, lengths: NDArray[np.float64]) -> float:
         """Return the largest batch where rank r takes every ranks-th sample of a step from the r-th on."""
@@ -225,9 +226,11 @@ class Planner:
             )
         if self.options.normalize == "epoch":
             totals = np.full_like(totals, totals.mean())
-        # A step without any loss weight has gradient 0.
-        scale = np.divide(self.workload.ranks, totals, out=np.zeros_like(totals), where=totals > 0.0)
-        return amounts * np.repeat(scale, assigned.step_batches), of_ranks * scale[:, None], spread
+        return (
+            self.workload.ranks * _shares(amounts, np.repeat(totals, assigned.step_batches)),
+            self.workload.ranks * _shares(of_ranks, totals[:, None]),
+            spread,
+        )
 
     def _padding_waste(self, drawn: NDArray[np.int64], assigned: Assigned) -> float:
         if self.options.padding == "none":
@@ -243,3 +246,8 @@ class Planner:
         drawn = assigned.places if places is None else places[assigned.places]
         is_moved = drawn // global_batch != assigned.steps
         return float(is_moved[np.repeat(assigned.is_real, assigned.held)].mean())
+
+
+def _shares(parts: NDArray[np.float64], totals: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return parts ÷ totals, 0 where a total is: a step without any loss weight has gradient 0."""
+    return np.divide(parts, totals, out=np.zeros_like(parts), where=totals > 0.0)

@@ -74,12 +74,13 @@ class Workload:
         return self.cost.sample_costs(lengths) if isinstance(self.cost, CostModel) else self.cost[samples]
 
     def _padded(self, sizes: NDArray[Any]) -> NDArray[np.float64]:
-        lengths = sizes.astype(np.float64)
+        lengths: NDArray[np.float64] = sizes.astype(np.float64)
         if self._pad_to is None:
             return lengths
         if np.ndim(self._pad_to) == 0:
-            return np.ceil(lengths / self._pad_to) * self._pad_to
-        allowed = np.unique(np.asarray(self._pad_to, dtype=np.float64))
+            lengths = np.ceil(lengths / self._pad_to) * self._pad_to
+            return lengths
+        allowed: NDArray[np.float64] = np.unique(np.asarray(self._pad_to, dtype=np.float64))
         return allowed[np.minimum(np.searchsorted(allowed, lengths), allowed.size - 1)]
 
     def _used(self, values: NDArray[Any]) -> NDArray[Any]:

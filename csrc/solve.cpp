@@ -181,8 +181,8 @@ class Solver {
           improve(dealer);
         }
       }
-      price = std::max(2 * price, step_.cost.front() / 4);
-    } while (comm_ > 0.0 && previous > speeds_.ranks());
+      price = std::max(2 * price, step_.cost.front() / 4 + 1);
+    } while (comm_ > 0.0 && previous > speeds_.ranks() && price <= step_.samples() * step_.cost.front());
     cut_into_equal_micro_batches();
     consider_one_batch();
   }

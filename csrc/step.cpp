@@ -51,8 +51,13 @@ Step::Step(std::span<const double> costs, std::span<const double> sizes, double 
   for (std::size_t i = 0; i < order.size(); ++i) {
     order[i] = {keys[i], static_cast<std::int64_t>(i)};
   }
-  std::sort(order.begin(), order.end(), [](const Entry& a, const Entry& b) {
-    return a.key > b.key || (a.key == b.key && a.position < b.position);
+  std::sort(order.begin(), order.end(), [sizes](const Entry& a, const Entry& b) {
+    if (a.key != b.key) {
+      return a.key > b.key;
+    }
+    const double size_a = sizes[static_cast<std::size_t>(a.position)];
+    const double size_b = sizes[static_cast<std::size_t>(b.position)];
+    return size_a > size_b || (size_a == size_b && a.position < b.position);
   });
 
   // Each sample in a micro-batch of its own, and a filler on every rank: no load is larger.

@@ -55,7 +55,8 @@ class Speeds {
 /// One step's samples as the solvers see them: integer costs, largest first.
 struct Step {
   /// Quantise the costs of a step so that no load can exceed 2^52, every sample alone in its micro-batch. Samples are
-  /// sorted by size if they are padded (a larger one then never costs less), else by cost; ties keep their drawn order.
+  /// sorted by size if they are padded (a larger one then never costs less), else by cost and size; ties keep their
+  /// drawn order.
   Step(std::span<const double> costs, std::span<const double> sizes, double fixed_cost, std::int64_t rank_count,
        bool padded);
 

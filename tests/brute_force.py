@@ -18,7 +18,7 @@ class SmallStep:
 
     sizes: tuple[int, ...]
     speeds: tuple[float, ...]
-    cost: chronica.CostModel = chronica.CostModel()
+    cost: chronica.CostModel
     padded: bool = True
     equal: bool = False
     least: int = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +25,29 @@ def step_samples(plan: chronica.Plan, step: int) -> list[int]:
     """Return the samples that count in a step, over all ranks, sorted."""
     ranks = [rank for rank in range(plan.ranks) if plan.counts[step, rank] > 0]
     return sorted(int(i) for rank in ranks for batch in plan.batches(step, rank) for i in batch)
+
+
+def check(plan: chronica.Plan, sizes: Any, batch_size: int, steps: list[list[int]], least: int = 1) -> None:
+    """Everything that holds for every plan whose step k must hold the samples ``steps[k]``."""
+    sizes = np.asarray(sizes)
+    assert plan.steps == len(steps)
+    for step, samples in enumerate(steps):
+        assert step_samples(plan, step) == samples
+        for rank in range(plan.ranks):
+            held = np.concatenate(plan.batches(step, rank))
+            assert len(held) == (plan.counts[step, rank] or least)
+            if plan.counts[step, rank] == 0:
+                assert len(samples) < plan.ranks * least
+                cheapest = np.sort(np.resize(np.sort(sizes[samples])[:least], least))
+                assert np.sort(sizes[held]).tolist() == cheapest.tolist()
+                assert plan.weights[step, rank] == 0.0
+                assert not plan.micro_weights(step, rank).any()
+            np.testing.assert_allclose(plan.micro_weights(step, rank).sum(), plan.weights[step, rank], rtol=1e-14)
+    assert plan.counts.sum(axis=1).tolist() == [len(samples) for samples in steps]
+    assert (plan.counts.sum(axis=1) <= batch_size * plan.ranks).all()
+    assert (plan.makespans >= plan.lower_bounds).all()
+    assert (plan.tails <= plan.loads).all()
+    np.testing.assert_array_equal(plan.makespans, plan.loads.max(axis=1))
 
 
 def distributed_sampler_steps(
