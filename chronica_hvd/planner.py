@@ -44,8 +44,11 @@ def plan(
 ) -> Plan:
     """Plan an epoch: which rank takes which samples in which step, so that all ranks finish together.
 
-    Pure and deterministic. Step k holds the samples that torch's ``DistributedSampler`` of the same seed and epoch
-    gives all ranks in step k (its repeated tail aside); only who takes them is decided here.
+    Pure, deterministic, and the same on every machine. Step k holds the samples that torch's ``DistributedSampler`` of
+    the same seed and epoch gives all ranks in step k (its repeated tail aside); only who takes them, in which
+    micro-batches, is decided here (but see ``reorder`` and ``first``). Of all ways the plan aims at the least makespan
+    (largest load of a step), then the least total load, then even counts. Threads: one, or ``CHRONICA_THREADS`` of the
+    environment.
 
     Parameters
     ----------
@@ -59,11 +62,39 @@ def plan(
         Samples of this epoch in drawn order, as dataset indices; one given twice counts twice. ``None``: what
         ``DistributedSampler`` draws.
     cost
-        A :class:`CostModel`; an array of each sample's cost (with ``padding="none"``); ``None``: cost by size.
+        A :class:`CostModel`; an array of each sample's cost (with ``padding="none"``); ``None``: cost by size. Then a
+        padded micro-batch also costs the mean size whatever is in it, if there may be several.
     padding
-        ``"max"``: a rank's samples are padded to its longest; ``"none"``: a sample costs what it costs alone.
+        ``"max"``: a micro-batch's samples are padded to its longest; ``"none"``: a sample costs what it costs alone.
     local_batch
-        ``"free"``: any count of at least one; ``"equal"``: ``batch_size`` on every rank.
+        ``"free"``: any count of at least ``min_local_batch``; ``"equal"``: ``batch_size`` on every rank (in the short
+        last step ⌊m ÷ ranks⌋ or one more).
+    reorder
+        ``"batch"``: samples stay in the step they were drawn for. ``"window"``: the largest ones of a window are
+        gathered in few steps, where a sample that outweighs a rank's share keeps nobody waiting. Every step keeps its
+        number of samples, and the short last step is left alone.
+    window
+        Steps in a window; more than the epoch has: the whole epoch.
+    max_moved
+        Share of a window's samples that may change their step.
+    micro_batches
+        At most so many per rank and step, or ``"auto"``: as many as pay off, never slower than one.
+    max_size
+        Largest micro-batch allowed, as samples · longest (``padding="none"``: Σ size). ``None``: the largest that plain
+        batches of the epoch would have, on faster ranks more in proportion to their speed; a plan never fails for it
+        (a policy other than ``"balanced"`` keeps it only with several micro-batches).
+    pad_to
+        Lengths are padded to a multiple of this integer, or to the next of these lengths, so that there are few shapes.
+    comm
+        Duration of the allreduce, in the unit of cost. It overlaps with the last backward pass of a step only: see
+        :meth:`Plan.step_times`, which is then what the plan minimises.
+    min_local_batch
+        Least samples of a rank. Only where a step has too few, ranks without real samples repeat its cheapest ones, so
+        many of them, with weight 0.
+    normalize
+        ``"step"``: each step's loss is divided by the step's total loss weight (what ``None`` means with
+        ``reorder="batch"``). ``"epoch"``: by the epoch's mean total, so that each unit of weight counts alike. To be
+        chosen with ``reorder="window"`` and a ``loss_weight`` other than ``"samples"``.
     shuffle, seed, epoch
         The drawn order, as for ``DistributedSampler``.
     drop_last
@@ -71,15 +102,20 @@ def plan(
     loss_weight
         What a sample counts in the denominator of the mean loss: ``"samples"`` (1), ``"sizes"`` (its size), an array
         (any weight per sample, not negative), or ``"sum"`` for losses that are summed, not averaged.
-    reorder, window, max_moved, micro_batches, max_size, pad_to, comm, min_local_batch, normalize, policy, first
-        Checked, but only their defaults are built.
+    policy
+        ``"balanced"``: as said above. ``"plain"``: rank r takes every ranks-th sample of a step from the r-th on, as
+        with ``DistributedSampler``. ``"static"``, ``"dynamic"``, ``"guided"``: those of Chronica (CCGrid 2023, doi
+        10.1109/CCGrid57682.2023.00033), by cost, over a step or with ``reorder="window"`` over a window, which they
+        deal anew: ``max_moved`` does not bind them. All four have equal counts.
+    first
+        ``"largest"``: the step with the largest micro-batch changes places with the first one, so that memory runs out
+        at once or never.
 
     Raises
     ------
     TypeError, ValueError
-        A value is not allowed: the message says what was given and what is allowed.
-    NotImplementedError
-        All values are allowed, but one asks for something not built yet.
+        A value is not allowed: the message says what was given and what is allowed. No way was found to keep
+        ``max_size``: the message names the sample or the step.
     """
     options = PlanOptions(
         indices=indices,
