@@ -149,6 +149,18 @@ void CheapestCut::append_ends(std::int64_t end, std::vector<std::int64_t>& ends)
   std::reverse(ends.begin() + static_cast<std::ptrdiff_t>(begin), ends.end());
 }
 
+std::vector<Run> CheapestCut::runs(std::int64_t offset) const {
+  std::vector<std::int64_t> ends;
+  append_ends(std::ssize(cost_) - 1, ends);
+  std::vector<Run> runs;
+  std::int64_t first = 0;
+  for (const std::int64_t end : ends) {
+    runs.push_back({offset + first, offset + end});
+    first = end;
+  }
+  return runs;
+}
+
 std::int64_t cheapest_total(const Step& step, std::int64_t least, std::int64_t most, double capacity) {
   const Samples samples{step.cost, step.size, capacity};
   CheapestCut cut;

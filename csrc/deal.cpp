@@ -7,22 +7,36 @@
 #include <utility>
 
 namespace chronica {
+namespace {
+
+Share samples_of(const Run& run) {
+  Share samples(static_cast<std::size_t>(run.end - run.first));
+  std::iota(samples.begin(), samples.end(), run.first);
+  return samples;
+}
+
+}  // namespace
 
 Dealer::Dealer(const Step& step, const Speeds& speeds, const Limits& limits)
     : step_(step), speeds_(speeds), limits_(limits), ranks_(static_cast<std::size_t>(speeds.ranks())) {}
 
-bool Dealer::deal(const std::vector<std::int64_t>& ends) {
+bool Dealer::deal(const std::vector<Run>& runs, const std::vector<Run>& already) {
   std::int64_t total = 0;
-  std::int64_t first = 0;
-  for (const std::int64_t end : ends) {
-    total += cost_of(first, end - first);
-    first = end;
+  for (const Run& run : runs) {
+    total += cost_of(run.first, run.end - run.first);
+  }
+  for (const Run& run : already) {
+    total += cost_of(run.first, run.end - run.first);
   }
   // Divided micro-batches cost more, so the first tries leave something over; each next one allows for that.
   constexpr int kTries = 4;
   for (int attempt = 1; attempt <= kTries; ++attempt) {
     std::int64_t left_over = 0;
-    if (!deal_by(ends, total, attempt == kTries, left_over)) {
+    ranks_.assign(ranks_.size(), Rank{});
+    for (std::size_t i = 0; i < already.size(); ++i) {
+      add(at(speeds_.fastest_first()[i]), samples_of(already[i]));
+    }
+    if (!deal_by(total, runs, attempt == kTries, left_over)) {
       return false;
     }
     if (left_over == 0) {
@@ -35,11 +49,10 @@ bool Dealer::deal(const std::vector<std::int64_t>& ends) {
 
 /// Deal with a part of `total`, by its speed, as each rank's aim; what then finds no place is left over, or with the
 /// last try goes to the rank that finishes first.
-bool Dealer::deal_by(const std::vector<std::int64_t>& ends, std::int64_t total, bool is_last_try,
-                     std::int64_t& left_over) {
-  ranks_.assign(ranks_.size(), Rank{});
-  std::int64_t first = 0;
-  for (const std::int64_t end : ends) {
+bool Dealer::deal_by(std::int64_t total, const std::vector<Run>& runs, bool is_last_try, std::int64_t& left_over) {
+  for (const Run& run : runs) {
+    const std::int64_t end = run.end;
+    std::int64_t first = run.first;
     while (first < end) {
       const auto rank = earliest(step_.size[static_cast<std::size_t>(first)]);
       if (!rank) {
@@ -67,9 +80,7 @@ bool Dealer::deal_by(const std::vector<std::int64_t>& ends, std::int64_t total, 
         // A sample that is more than a rank's aim goes alone; crumbs are not made smaller than a fixed cost.
         count = std::min(count, std::max({std::int64_t{1}, fitting, is_last_try ? step_.fixed / cost : 0}));
       }
-      Share samples(static_cast<std::size_t>(count));
-      std::iota(samples.begin(), samples.end(), first);
-      add(at(*rank), std::move(samples));
+      add(at(*rank), samples_of({first, first + count}));
       first += count;
     }
   }

@@ -18,8 +18,9 @@ class Dealer {
  public:
   Dealer(const Step& step, const Speeds& speeds, const Limits& limits);
 
-  /// Deal the runs of the sorted step that end at `ends`; false if the limits leave a run no place.
-  bool deal(const std::vector<std::int64_t>& ends);
+  /// Deal the runs, which are all of the step together with those that ranks have `already`, the fastest rank the
+  /// first; false if the limits leave a run no place.
+  bool deal(const std::vector<Run>& runs, const std::vector<Run>& already = {});
   /// Start from shares that are cut into micro-batches already: of each rank, where they end in its share.
   void begin_with(const Shares& shares, const std::vector<std::vector<std::int64_t>>& ends);
   /// Relieve the rank that finishes last until it is near `bound` or nobody can take anything from it.
@@ -54,7 +55,7 @@ class Dealer {
     std::int64_t total = 0;
   };
 
-  bool deal_by(const std::vector<std::int64_t>& ends, std::int64_t total, bool is_last_try, std::int64_t& left_over);
+  bool deal_by(std::int64_t total, const std::vector<Run>& runs, bool is_last_try, std::int64_t& left_over);
   [[nodiscard]] std::optional<std::int64_t> earliest(double size) const;
   bool join(std::int64_t first, std::int64_t end);
   bool fill_up();

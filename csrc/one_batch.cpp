@@ -76,7 +76,7 @@ class Cutter {
       (fits(middle) ? feasible : infeasible) = middle;
     }
     fits(feasible);
-    std::vector<Run> runs = found();
+    std::vector<RankRun> runs = found();
     if (counts_.least < counts_.most) {
       level(runs, feasible);
     }
@@ -176,15 +176,15 @@ class Cutter {
   }
 
   /// The samples of a rank: a run of the sorted step.
-  struct Run {
+  struct RankRun {
     std::int64_t rank;
     std::int64_t first;
     std::int64_t end;
   };
 
   /// The runs of the makespan that was found to fit last, along the sorted step.
-  [[nodiscard]] std::vector<Run> found() const {
-    std::vector<Run> runs;
+  [[nodiscard]] std::vector<RankRun> found() const {
+    std::vector<RankRun> runs;
     std::size_t state = reach_.size() - 1;
     while (state > 0) {
       std::size_t before = state - 1;
@@ -205,7 +205,7 @@ class Cutter {
 
   /// Move the borders between neighbouring runs where that lowers the total load, or evens counts at no cost, while
   /// everybody still ends by `makespan`.
-  void level(std::vector<Run>& runs, Wide makespan) const {
+  void level(std::vector<RankRun>& runs, Wide makespan) const {
     constexpr int kMostRounds = 8;
     bool moved = true;
     for (int round = 0; round < kMostRounds && moved; ++round) {
@@ -218,7 +218,7 @@ class Cutter {
     }
   }
 
-  [[nodiscard]] std::int64_t best_border(const Run& left, const Run& right, Wide makespan) const {
+  [[nodiscard]] std::int64_t best_border(const RankRun& left, const RankRun& right, Wide makespan) const {
     const std::int64_t left_cost = step_.cost[static_cast<std::size_t>(left.first)];
     // Summed loads ÷ speeds, both multiplied by the two speeds.
     const auto total = [&](std::int64_t border) {
@@ -238,16 +238,16 @@ class Cutter {
     return best;
   }
 
-  [[nodiscard]] bool is_allowed(const Run& run, Wide makespan) const {
+  [[nodiscard]] bool is_allowed(const RankRun& run, Wide makespan) const {
     const std::int64_t count = run.end - run.first;
     return count <= counts_.most && is_small_enough(run.first, count, run.rank) &&
            step_.fixed + count * step_.cost[static_cast<std::size_t>(run.first)] <=
                capacity(makespan, speeds_[run.rank]);
   }
 
-  [[nodiscard]] Shares shares(const std::vector<Run>& runs) const {
+  [[nodiscard]] Shares shares(const std::vector<RankRun>& runs) const {
     Shares result(static_cast<std::size_t>(speeds_.ranks()));
-    for (const Run& run : runs) {
+    for (const RankRun& run : runs) {
       Share& share = result[static_cast<std::size_t>(run.rank)];
       share.resize(static_cast<std::size_t>(run.end - run.first));
       std::iota(share.begin(), share.end(), run.first);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstddef>
 #include <limits>
 #include <numeric>
@@ -179,7 +180,6 @@ class Solver {
   void deal_micro_batches() {
     const double largest = *std::max_element(limits_.capacity.begin(), limits_.capacity.end());
     CheapestCut cut;
-    std::vector<std::int64_t> ends;
     // Dearer micro-batches make for fewer and longer ones, which the allreduce overlaps with better. Beyond what all
     // samples cost in one of them there are none fewer; and sums of prices must not overflow.
     const std::int64_t dearest =
@@ -192,17 +192,87 @@ class Solver {
       }
       if (cut.batches() != previous) {
         previous = cut.batches();
-        ends.clear();
-        cut.append_ends(step_.samples(), ends);
         Dealer dealer(step_, speeds_, limits_);
-        if (dealer.deal(ends)) {
+        if (dealer.deal(cut.runs())) {
           improve(dealer);
         }
       }
       price = std::max({std::int64_t{1}, 2 * price, step_.cost.front() / 4});
     } while (comm_ > 0.0 && previous > speeds_.ranks() && price <= dearest);
+    if (comm_ > 0.0) {
+      deal_around_long_runs(largest);
+    }
     cut_into_equal_micro_batches();
     consider_one_batch();
+  }
+
+  /// Give every rank one long run, for the allreduce to overlap with, where in the sorted step this adds least padding,
+  /// and deal the rest around them as cheaply as possible.
+  void deal_around_long_runs(double largest) {
+    CheapestCut cut;
+    if (!cut.solve({step_.cost, step_.size, largest}, step_.fixed)) {
+      return;
+    }
+    for (const double share : {0.5, 0.75, 1.0}) {  // of the allreduce that the last backward pass is to cover
+      std::vector<Run> best;
+      std::int64_t least = 0;
+      const std::int64_t stride = 1 + step_.samples() / 64;
+      for (std::int64_t first = 0; first < step_.samples(); first += stride) {
+        const std::vector<Run> runs = long_runs(first, share * comm_ / kBackwardShare);
+        if (std::ssize(runs) < speeds_.ranks()) {
+          break;
+        }
+        std::int64_t total = cut.cost(first) + cut.cost() - cut.cost(runs.back().end);
+        for (const Run& run : runs) {
+          total += step_.fixed + (run.end - run.first) * step_.cost[static_cast<std::size_t>(run.first)];
+        }
+        if (best.empty() || total < least) {
+          best = runs;
+          least = total;
+        }
+      }
+      if (!best.empty()) {
+        deal_around(best, largest);
+      }
+    }
+  }
+
+  /// From sample `first` on, for every rank, the fastest first, as many samples as take it at least this time.
+  [[nodiscard]] std::vector<Run> long_runs(std::int64_t first, double time) const {
+    std::vector<Run> runs;
+    for (const std::int64_t rank : speeds_.fastest_first()) {
+      if (first >= step_.samples()) {
+        break;
+      }
+      const auto cost = static_cast<double>(step_.cost[static_cast<std::size_t>(first)]);
+      const double size = step_.size[static_cast<std::size_t>(first)];
+      const double room = speeds_.load(time, speeds_[rank], step_.exponent) - static_cast<double>(step_.fixed);
+      auto count = static_cast<double>(step_.samples() - first);
+      count = cost > 0.0 ? std::min(count, std::ceil(room / cost)) : count;
+      count = size > 0.0 ? std::min(count, limits_.capacity[static_cast<std::size_t>(rank)] / size) : count;
+      const std::int64_t end = first + std::max<std::int64_t>(1, static_cast<std::int64_t>(count));
+      runs.push_back({first, end});
+      first = end;
+    }
+    return runs;
+  }
+
+  void deal_around(const std::vector<Run>& long_runs, double largest) {
+    const auto rest_of = [&](std::int64_t first, std::int64_t end) {
+      CheapestCut cut;
+      const auto begin = static_cast<std::size_t>(first);
+      const auto count = static_cast<std::size_t>(end - first);
+      cut.solve({std::span(step_.cost).subspan(begin, count), std::span(step_.size).subspan(begin, count), largest},
+                step_.fixed);
+      return cut.runs(first);
+    };
+    std::vector<Run> rest = rest_of(0, long_runs.front().first);
+    const std::vector<Run> behind = rest_of(long_runs.back().end, step_.samples());
+    rest.insert(rest.end(), behind.begin(), behind.end());
+    Dealer dealer(step_, speeds_, limits_);
+    if (dealer.deal(rest, long_runs)) {
+      improve(dealer);
+    }
   }
 
   void improve(Dealer& dealer) {

@@ -55,6 +55,10 @@ double Speeds::time(std::int64_t load, std::int64_t speed, int load_exponent) co
   return std::ldexp(static_cast<double>(load) / static_cast<double>(speed), exponent_ - load_exponent);
 }
 
+double Speeds::load(double time, std::int64_t speed, int load_exponent) const noexcept {
+  return std::ldexp(time * static_cast<double>(speed), load_exponent - exponent_);
+}
+
 Step::Step(std::span<const double> costs, std::span<const double> sizes, double fixed_cost, std::int64_t rank_count,
            bool is_padded)
     : cost(costs.size()), size(costs.size()), position(costs.size()), padded(is_padded) {

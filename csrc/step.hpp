@@ -55,6 +55,8 @@ class Speeds {
   /// The time a rank of integer speed `speed` takes for `load`, in the unit of cost ÷ speed that the caller gave.
   /// One correctly rounded division of exact doubles: it never reverses an order of the exact ratios.
   [[nodiscard]] double time(std::int64_t load, std::int64_t speed, int load_exponent) const noexcept;
+  /// The other way: about what such a rank computes in a time.
+  [[nodiscard]] double load(double time, std::int64_t speed, int load_exponent) const noexcept;
 
  private:
   std::vector<std::int64_t> speed_;
@@ -80,6 +82,12 @@ struct Step {
   std::int64_t fixed = 0;              // what every micro-batch costs besides
   int exponent = 0;                    // integer cost = given cost · 2^exponent
   bool padded = true;                  // a micro-batch costs fixed + n · its largest; else fixed + Σ
+};
+
+/// Consecutive samples of a sorted step.
+struct Run {
+  std::int64_t first = 0;
+  std::int64_t end = 0;
 };
 
 /// How many samples a rank takes: everybody from `least` to `most`, all of them together exactly the step's.

@@ -17,6 +17,7 @@ namespace {
 
 using chronica::Dealer;
 using chronica::Limits;
+using chronica::Run;
 using chronica::Share;
 using chronica::Shares;
 using chronica::Speeds;
@@ -96,16 +97,14 @@ Trial draw_trial(draw::Engine& engine, int kind) {
   return trial;
 }
 
-/// Where a cut into micro-batches ends, its price such that there are more or fewer of them.
-std::optional<std::vector<std::int64_t>> cut_of(const Trial& trial, std::int64_t price) {
+/// A cut into micro-batches, its price such that there are more or fewer of them.
+std::optional<std::vector<Run>> cut_of(const Trial& trial, std::int64_t price) {
   chronica::CheapestCut cut;
   const double largest = *std::max_element(trial.capacity.begin(), trial.capacity.end());
   if (!cut.solve({trial.step.cost, trial.step.size, largest}, price)) {
     return std::nullopt;
   }
-  std::vector<std::int64_t> ends;
-  cut.append_ends(trial.step.samples(), ends);
-  return ends;
+  return cut.runs();
 }
 
 void what_is_dealt_keeps_the_limits() {
@@ -113,12 +112,17 @@ void what_is_dealt_keeps_the_limits() {
   int dealt = 0;
   for (int round = 0; round < 3000; ++round) {
     const Trial trial = draw_trial(engine, round % draw::kKinds);
-    const auto ends = cut_of(trial, trial.step.fixed + trial.step.cost.front() * draw::between(engine, 0, 2));
-    if (!ends) {
+    auto runs = cut_of(trial, trial.step.fixed + trial.step.cost.front() * draw::between(engine, 0, 2));
+    if (!runs) {
       continue;
     }
+    std::vector<Run> already;  // in every second round the last run is with the fastest rank already
+    if (round % 2 == 0) {
+      already = {runs->back()};
+      runs->pop_back();
+    }
     Dealer dealer(trial.step, trial.speeds, trial.limits);
-    if (!dealer.deal(*ends)) {
+    if (!dealer.deal(*runs, already)) {
       CHECK(trial.limits.micro_batches < trial.step.samples() || trial.capacity.front() < kUnlimited);
       continue;
     }
@@ -143,10 +147,10 @@ void samples_that_fit_everywhere_are_always_dealt() {
     for (double& each : trial.capacity) {
       each = std::max(each, trial.step.size.front());
     }
-    const auto ends = cut_of(trial, trial.step.fixed);
-    CHECK(ends.has_value());
+    const auto runs = cut_of(trial, trial.step.fixed);
+    CHECK(runs.has_value());
     Dealer dealer(trial.step, trial.speeds, trial.limits);
-    CHECK(dealer.deal(*ends));
+    CHECK(dealer.deal(*runs));
     check_complete(trial.step, trial.limits, dealer.shares());
   }
 }
