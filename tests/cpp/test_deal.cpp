@@ -116,9 +116,13 @@ void what_is_dealt_keeps_the_limits() {
     if (!runs) {
       continue;
     }
-    std::vector<Run> already;  // in every second round the last run is with the fastest rank already
-    if (round % 2 == 0) {
-      already = {runs->back()};
+    std::vector<Run> already;  // in every second round the fastest rank has the last run already, where it may
+    const auto fastest = static_cast<std::size_t>(trial.speeds.fastest_first().front());
+    const Run last = runs->back();
+    const double size =
+        trial.step.size[static_cast<std::size_t>(last.first)] * static_cast<double>(last.end - last.first);
+    if (round % 2 == 0 && size <= trial.capacity[fastest]) {
+      already = {last};
       runs->pop_back();
     }
     Dealer dealer(trial.step, trial.speeds, trial.limits);
