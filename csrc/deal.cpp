@@ -15,6 +15,10 @@ Share samples_of(const Run& run) {
   return samples;
 }
 
+void insert(Share& samples, std::int64_t sample) {
+  samples.insert(std::upper_bound(samples.begin(), samples.end(), sample), sample);
+}
+
 }  // namespace
 
 Dealer::Dealer(const Step& step, const Speeds& speeds, const Limits& limits)
@@ -99,7 +103,7 @@ std::optional<std::int64_t> Dealer::earliest(double size) const {
   return best;
 }
 
-/// With no micro-batch left to begin: put samples into those that are there, smaller ones than those they hold.
+/// With no micro-batch left to begin: put samples into those that are there, each where it costs least.
 bool Dealer::join(std::int64_t first, std::int64_t end) {
   for (std::int64_t sample = first; sample < end; ++sample) {
     Rank* rank = nullptr;
@@ -107,19 +111,21 @@ bool Dealer::join(std::int64_t first, std::int64_t end) {
     std::int64_t least = 0;
     for (std::int64_t r = 0; r < speeds_.ranks(); ++r) {
       for (std::size_t b = 0; b < at(r).batches.size(); ++b) {
-        const Share& samples = at(r).batches[b].samples;
-        const std::int64_t cost = step_.cost[static_cast<std::size_t>(samples.front())];
-        if ((rank == nullptr || cost < least) && is_small_enough(samples.front(), std::ssize(samples) + 1, r)) {
+        const Batch& batch = at(r).batches[b];
+        const std::int64_t count = std::ssize(batch.samples) + 1;
+        const std::int64_t largest = std::min(batch.samples.front(), sample);
+        const std::int64_t more = cost_of(largest, count) - batch.cost;
+        if ((rank == nullptr || more < least) && is_small_enough(largest, count, r)) {
           rank = &at(r);
           place = b;
-          least = cost;
+          least = more;
         }
       }
     }
     if (rank == nullptr) {
       return false;
     }
-    rank->batches[place].samples.push_back(sample);
+    insert(rank->batches[place].samples, sample);
     recount(*rank);
   }
   return true;
@@ -154,7 +160,7 @@ bool Dealer::fill_up() {
         return is_small_enough(std::min(batch.samples.front(), sample), std::ssize(batch.samples) + 1, poor);
       });
       if (joined != own.end()) {
-        joined->samples.insert(std::upper_bound(joined->samples.begin(), joined->samples.end(), sample), sample);
+        insert(joined->samples, sample);
         recount(at(poor));
       } else if (has_slot(poor) && is_small_enough(sample, 1, poor)) {
         add(at(poor), {sample});
