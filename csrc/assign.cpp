@@ -4,11 +4,11 @@
 #include <cstddef>
 #include <future>
 #include <limits>
-#include <numeric>
 #include <optional>
 #include <utility>
 
 #include "bounds.hpp"
+#include "short_step.hpp"
 #include "solve.hpp"
 #include "split.hpp"
 #include "step.hpp"
@@ -65,16 +65,14 @@ class Assigner {
     return {least, std::max(least, samples - least * (ranks - 1))};
   }
 
-  /// More than one a sample are no use; without padding and capacity one is enough.
+  /// More than one a sample are no use.
   [[nodiscard]] std::int64_t most_micro_batches(std::int64_t samples) const {
     return std::min(block_.micro_batches, std::max(samples, block_.least));
   }
 
   std::optional<Solution> solve_step(const Step& step, const Limits& limits, const Time& bound) {
-    fillers_.assign(unlimited_.size(), 0);
-    const std::int64_t least = std::max<std::int64_t>(limits.counts.least, 1);
-    if (step.samples() < least * speeds_.ranks()) {
-      return solve_short(step, limits, least);
+    if (step.samples() < std::max<std::int64_t>(limits.counts.least, 1) * speeds_.ranks()) {
+      return ShortStep(block_, step, speeds_, limits).solve();
     }
     if (block_.is_dealt) {
       return keep(step, speeds_, limits, block_.comm, as_dealt(step));
@@ -97,86 +95,6 @@ class Assigner {
     return shares;
   }
 
-  /// A step without enough samples for all ranks: the fastest take them, as many ranks as is best; the others fillers.
-  std::optional<Solution> solve_short(const Step& step, const Limits& limits, std::int64_t least) {
-    const bool fixed_counts = block_.equal_counts || block_.is_dealt;
-    const std::int64_t most = std::max<std::int64_t>(1, step.samples() / least);
-    std::optional<Solution> best;
-    double earliest = kUnlimited;
-    for (std::int64_t ranks = most; ranks >= 1; ranks -= std::max<std::int64_t>(1, ranks / 16)) {
-      auto trial = with_fillers(step, limits, least, ranks);
-      const double finish = trial ? latest(step, limits, *trial) : kUnlimited;
-      if (trial && finish < earliest) {
-        best = std::move(trial);
-        earliest = finish;
-        used_ = ranks;
-      }
-      if (fixed_counts || (least == 1 && speeds_.uniform())) {
-        break;  // nothing is gained by leaving a rank out
-      }
-    }
-    if (best) {
-      for (std::int64_t place = used_; place < speeds_.ranks(); ++place) {
-        fillers_[static_cast<std::size_t>(rank_at(place))] = 1;
-      }
-    }
-    return best;
-  }
-
-  /// The n-th rank to get samples of a short step.
-  [[nodiscard]] std::int64_t rank_at(std::int64_t place) const {
-    return block_.is_dealt ? place : speeds_.fastest_first()[static_cast<std::size_t>(place)];
-  }
-
-  std::optional<Solution> with_fillers(const Step& step, const Limits& limits, std::int64_t least,
-                                       std::int64_t ranks) const {
-    std::vector<double> speeds;
-    std::vector<double> capacity;
-    for (std::int64_t place = 0; place < ranks; ++place) {
-      speeds.push_back(block_.speeds[static_cast<std::size_t>(rank_at(place))]);
-      capacity.push_back(limits.capacity[static_cast<std::size_t>(rank_at(place))]);
-    }
-    const std::int64_t own_least = std::min(least, step.samples());
-    const Limits own{{own_least, step.samples() - own_least * (ranks - 1)}, limits.micro_batches, capacity};
-    const Speeds own_speeds(speeds);
-    const Time bound = lower_bound(step, own_speeds, own.counts, own.micro_batches, kUnlimited);
-    auto inner = block_.is_dealt ? keep(step, own_speeds, own, block_.comm, in_turn(step, ranks))
-                                 : solve(step, own_speeds, own, block_.comm, bound);
-    if (!inner) {
-      return std::nullopt;
-    }
-    Share filler(static_cast<std::size_t>(block_.least));
-    for (std::size_t i = 0; i < filler.size(); ++i) {
-      filler[i] = step.samples() - 1 - static_cast<std::int64_t>(i) % step.samples();
-    }
-    std::sort(filler.begin(), filler.end());
-    Solution solution{Shares(unlimited_.size(), filler), std::vector<Split>(unlimited_.size())};
-    for (std::int64_t place = 0; place < ranks; ++place) {
-      const auto rank = static_cast<std::size_t>(rank_at(place));
-      solution.shares[rank] = std::move(inner->shares[static_cast<std::size_t>(place)]);
-      solution.splits[rank] = std::move(inner->splits[static_cast<std::size_t>(place)]);
-    }
-    Splitter splitter(step, speeds_, limits, block_.comm);
-    for (std::int64_t place = ranks; place < speeds_.ranks(); ++place) {
-      const auto rank = static_cast<std::size_t>(rank_at(place));
-      auto split = splitter.split(rank_at(place), solution.shares[rank]);
-      if (!split) {
-        return std::nullopt;
-      }
-      solution.splits[rank] = std::move(*split);
-    }
-    return solution;
-  }
-
-  [[nodiscard]] double latest(const Step& step, const Limits& limits, const Solution& solution) const {
-    const Splitter splitter(step, speeds_, limits, block_.comm);
-    double latest = 0.0;
-    for (std::int64_t rank = 0; rank < speeds_.ranks(); ++rank) {
-      latest = std::max(latest, splitter.finish(rank, solution.splits[static_cast<std::size_t>(rank)]));
-    }
-    return latest;
-  }
-
   /// Write a step down; `first` is its place in the block's drawn order.
   void append(const Step& step, const Solution& solution, std::int64_t first) {
     for (std::int64_t rank = 0; rank < speeds_.ranks(); ++rank) {
@@ -185,7 +103,7 @@ class Assigner {
       const Split& split = solution.splits[at];
       append_batches(step, share, split, first);
       result_.parts.push_back(std::ssize(split.ends));
-      result_.counts.push_back(fillers_[at] != 0 ? 0 : std::ssize(share));
+      result_.counts.push_back(solution.is_filler[at] != 0 ? 0 : std::ssize(share));
       result_.loads.push_back(speeds_.time(split.load, speeds_[rank], step.exponent));
       result_.tails.push_back(kBackwardShare * speeds_.time(split.largest, speeds_[rank], step.exponent));
     }
@@ -193,18 +111,14 @@ class Assigner {
 
   /// The micro-batches of a rank, cheapest first: the last one's backward pass is what the allreduce overlaps with.
   void append_batches(const Step& step, const Share& share, const Split& split, std::int64_t first) {
-    struct Run {
-      std::int64_t cost;
-      std::int64_t first;
-      std::int64_t end;
-    };
     std::vector<Run> runs;
     std::int64_t begin = 0;
     for (const std::int64_t end : split.ends) {
-      runs.push_back({batch_cost(step, share, begin, end), begin, end});
+      runs.push_back({begin, end});
       begin = end;
     }
-    std::stable_sort(runs.begin(), runs.end(), [](const Run& a, const Run& b) { return a.cost < b.cost; });
+    const auto cost = [&](const Run& run) { return batch_cost(step, share, run.first, run.end); };
+    std::stable_sort(runs.begin(), runs.end(), [&](const Run& a, const Run& b) { return cost(a) < cost(b); });
     for (const Run& run : runs) {
       double length = 0.0;
       for (std::int64_t i = run.first; i < run.end; ++i) {
@@ -220,8 +134,6 @@ class Assigner {
   const Block& block_;
   Speeds speeds_;
   std::vector<double> unlimited_;  // (ranks)
-  std::vector<char> fillers_;      // (ranks), whether a rank has no real samples in the step at hand
-  std::int64_t used_ = 0;
   Assignment result_;
 };
 

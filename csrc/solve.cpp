@@ -11,6 +11,8 @@
 
 #include "cut.hpp"
 #include "deal.hpp"
+#include "fill.hpp"
+#include "long_runs.hpp"
 #include "one_batch.hpp"
 #include "pack.hpp"
 
@@ -25,6 +27,20 @@ std::size_t rank_in_turn(const Step& step, std::int64_t sample, std::int64_t ran
     return static_cast<std::uint32_t>(place) % static_cast<std::uint32_t>(count);
   }
   return place % count;
+}
+
+/// Cut every share into micro-batches; nothing if one does not fit the limits.
+std::optional<Solution> split_all(Splitter& splitter, Shares shares) {
+  const std::vector<char> is_filler(shares.size(), 0);
+  Solution solution{std::move(shares), {}, is_filler};
+  for (std::size_t rank = 0; rank < solution.shares.size(); ++rank) {
+    auto split = splitter.split(static_cast<std::int64_t>(rank), solution.shares[rank]);
+    if (!split) {
+      return std::nullopt;
+    }
+    solution.splits.push_back(std::move(*split));
+  }
+  return solution;
 }
 
 class Solver {
@@ -63,22 +79,18 @@ class Solver {
   };
 
   void consider(std::optional<Shares> shares) {
-    if (!shares) {
+    auto solution = shares ? split_all(splitter_, std::move(*shares)) : std::nullopt;
+    if (!solution) {
       return;
     }
-    Solution solution{std::move(*shares), {}};
     Grade grade{0.0, 0.0, 0.0, -std::numeric_limits<double>::infinity()};
     for (std::int64_t rank = 0; rank < speeds_.ranks(); ++rank) {
-      auto split = splitter_.split(rank, solution.shares[static_cast<std::size_t>(rank)]);
-      if (!split) {
-        return;
-      }
-      const double load = speeds_.time(split->load, speeds_[rank], step_.exponent);
-      grade.finish = std::max(grade.finish, splitter_.finish(rank, *split));
+      const Split& split = solution->splits[static_cast<std::size_t>(rank)];
+      const double load = speeds_.time(split.load, speeds_[rank], step_.exponent);
+      grade.finish = std::max(grade.finish, splitter_.finish(rank, split));
       grade.makespan = std::max(grade.makespan, load);
       grade.total += load;
-      grade.tail = std::max(grade.tail, -speeds_.time(split->largest, speeds_[rank], step_.exponent));
-      solution.splits.push_back(std::move(*split));
+      grade.tail = std::max(grade.tail, -speeds_.time(split.largest, speeds_[rank], step_.exponent));
     }
     if (!best_ || grade < grade_) {
       best_ = std::move(solution);
@@ -117,7 +129,7 @@ class Solver {
       consider(pack(step_, speeds_, limits_.counts, room, bound_));
     }
     if (limits_.micro_batches > 1 && (!best_ || has_several_micro_batches())) {
-      consider(deal_filled_micro_batches());
+      consider(deal_filled(step_, speeds_, limits_));
       consider(pack(step_, speeds_, limits_.counts, limits_.capacity, bound_));
     }
     if (!best_ || has_several_micro_batches()) {
@@ -128,53 +140,6 @@ class Solver {
   [[nodiscard]] bool has_several_micro_batches() const {
     return std::any_of(best_->splits.begin(), best_->splits.end(),
                        [](const Split& split) { return split.ends.size() > 1; });
-  }
-
-  /// Fill micro-batches with the samples of the whole step, which leaves less of them empty, and deal these out,
-  /// the dearest first, each to the rank that would finish it first.
-  [[nodiscard]] std::optional<Shares> deal_filled_micro_batches() const {
-    const double smallest = *std::min_element(limits_.capacity.begin(), limits_.capacity.end());
-    const Speeds one(std::array{1.0});
-    const Limits whole{{1, step_.samples()}, step_.samples(), std::span(&smallest, 1)};
-    Share all(static_cast<std::size_t>(step_.samples()));
-    std::iota(all.begin(), all.end(), std::int64_t{0});
-    const auto filled = Splitter(step_, one, whole, 0.0).split(0, all);
-    if (!filled) {
-      return std::nullopt;
-    }
-    struct Batch {
-      std::int64_t cost;
-      std::int64_t first;
-      std::int64_t end;
-    };
-    std::vector<Batch> batches;
-    std::int64_t first = 0;
-    for (const std::int64_t end : filled->ends) {
-      batches.push_back({batch_cost(step_, all, first, end), first, end});
-      first = end;
-    }
-    std::stable_sort(batches.begin(), batches.end(), [](const Batch& a, const Batch& b) { return a.cost > b.cost; });
-    Shares shares(static_cast<std::size_t>(speeds_.ranks()));
-    std::vector<std::int64_t> loads(shares.size(), 0);
-    for (const Batch& batch : batches) {
-      std::size_t best = 0;
-      for (std::size_t rank = 1; rank < shares.size(); ++rank) {
-        if (Time{loads[rank] + batch.cost, speeds_[static_cast<std::int64_t>(rank)]} <
-            Time{loads[best] + batch.cost, speeds_[static_cast<std::int64_t>(best)]}) {
-          best = rank;
-        }
-      }
-      loads[best] += batch.cost;
-      shares[best].insert(shares[best].end(), all.begin() + batch.first, all.begin() + batch.end);
-    }
-    for (Share& share : shares) {
-      const std::int64_t count = std::ssize(share);
-      if (count < limits_.counts.least || count > limits_.counts.most) {
-        return std::nullopt;
-      }
-      std::sort(share.begin(), share.end());
-    }
-    return shares;
   }
 
   void deal_micro_batches() {
@@ -206,55 +171,14 @@ class Solver {
     consider_one_batch();
   }
 
-  /// Give every rank one long run, for the allreduce to overlap with, where in the sorted step this adds least padding,
-  /// and deal the rest around them as cheaply as possible.
+  /// Give every rank one long run, for the allreduce to overlap with, and deal the rest around them.
   void deal_around_long_runs(double largest) {
-    CheapestCut cut;
-    if (!cut.solve({step_.cost, step_.size, largest}, step_.fixed)) {
-      return;
-    }
     for (const double share : {0.5, 0.75, 1.0}) {  // of the allreduce that the last backward pass is to cover
-      std::vector<Run> best;
-      std::int64_t least = 0;
-      const std::int64_t stride = 1 + step_.samples() / 64;
-      for (std::int64_t first = 0; first < step_.samples(); first += stride) {
-        const std::vector<Run> runs = long_runs(first, share * comm_ / kBackwardShare);
-        if (std::ssize(runs) < speeds_.ranks()) {
-          break;
-        }
-        std::int64_t total = cut.cost(first) + cut.cost() - cut.cost(runs.back().end);
-        for (const Run& run : runs) {
-          total += step_.fixed + (run.end - run.first) * step_.cost[static_cast<std::size_t>(run.first)];
-        }
-        if (best.empty() || total < least) {
-          best = runs;
-          least = total;
-        }
-      }
-      if (!best.empty()) {
-        deal_around(best, largest);
+      const std::vector<Run> runs = cheapest_long_runs(step_, speeds_, limits_, share * comm_ / kBackwardShare);
+      if (!runs.empty()) {
+        deal_around(runs, largest);
       }
     }
-  }
-
-  /// From sample `first` on, for every rank, the fastest first, as many samples as take it at least this time.
-  [[nodiscard]] std::vector<Run> long_runs(std::int64_t first, double time) const {
-    std::vector<Run> runs;
-    for (const std::int64_t rank : speeds_.fastest_first()) {
-      if (first >= step_.samples()) {
-        break;
-      }
-      const auto cost = static_cast<double>(step_.cost[static_cast<std::size_t>(first)]);
-      const double size = step_.size[static_cast<std::size_t>(first)];
-      const double room = speeds_.load(time, speeds_[rank], step_.exponent) - static_cast<double>(step_.fixed);
-      auto count = static_cast<double>(step_.samples() - first);
-      count = cost > 0.0 ? std::min(count, std::ceil(room / cost)) : count;
-      count = size > 0.0 ? std::min(count, limits_.capacity[static_cast<std::size_t>(rank)] / size) : count;
-      const std::int64_t end = first + std::max<std::int64_t>(1, static_cast<std::int64_t>(count));
-      runs.push_back({first, end});
-      first = end;
-    }
-    return runs;
   }
 
   void deal_around(const std::vector<Run>& long_runs, double largest) {
@@ -387,15 +311,7 @@ std::optional<Solution> solve(const Step& step, const Speeds& speeds, const Limi
 
 std::optional<Solution> keep(const Step& step, const Speeds& speeds, const Limits& limits, double comm, Shares shares) {
   Splitter splitter(step, speeds, limits, comm);
-  Solution solution{std::move(shares), {}};
-  for (std::int64_t rank = 0; rank < speeds.ranks(); ++rank) {
-    auto split = splitter.split(rank, solution.shares[static_cast<std::size_t>(rank)]);
-    if (!split) {
-      return std::nullopt;
-    }
-    solution.splits.push_back(std::move(*split));
-  }
-  return solution;
+  return split_all(splitter, std::move(shares));
 }
 
 Shares in_turn(const Step& step, std::int64_t ranks) {

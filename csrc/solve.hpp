@@ -11,8 +11,9 @@ namespace chronica {
 
 /// Who takes what in a step, and how each rank computes it.
 struct Solution {
-  Shares shares;              // (ranks)
-  std::vector<Split> splits;  // (ranks)
+  Shares shares;                // (ranks)
+  std::vector<Split> splits;    // (ranks)
+  std::vector<char> is_filler;  // (ranks), whether a rank's samples do not count
 };
 
 /// The best of what the solvers find for a step with at least `limits.counts.least` samples for every rank; nothing if
