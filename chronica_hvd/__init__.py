@@ -20,7 +20,14 @@ Planning needs neither torch nor Horovod:
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
+
+if importlib.util.find_spec("chronica_hvd._core") is None:
+    raise ImportError(
+        f"{__path__[0]} has no compiled extension, chronica_hvd._core: it is the source folder, not the installed "
+        "package. Run from another folder, or install for development: pip install --editable ."
+    )
 
 from chronica_hvd.cost import CostModel
 from chronica_hvd.planner import plan

@@ -72,7 +72,8 @@ def vector(name: str, values: Any) -> NDArray[Any]:
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name} must be a one-dimensional array of numbers: {error}") from None
     if array.ndim != 1:
-        raise ValueError(f"{name} must be one-dimensional, not of shape {array.shape}")
+        given = f", {values!r} of type {type(values).__name__}; give a list or an array" if array.ndim == 0 else ""
+        raise ValueError(f"{name} must be one-dimensional, not of shape {array.shape}{given}")
     if array.size == 0:
         raise ValueError(f"{name} is empty; at least one value is needed")
     if array.dtype == np.uint64 or array.dtype == object:

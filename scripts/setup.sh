@@ -11,6 +11,7 @@ fail() {
 
 python=${PYTHON:-python3}
 command -v "$python" >/dev/null || fail "$python is not on PATH; install Python 3.10 or newer, or set PYTHON to yours"
+"$python" -V >/dev/null 2>&1 || fail "$python does not run; set PYTHON to a Python 3.10 or newer"
 "$python" -c 'import sys; raise SystemExit(sys.version_info < (3, 10))' ||
   fail "Python 3.10 or newer is needed, $python is $("$python" -V 2>&1); set PYTHON to a newer one"
 command -v "${CXX:-c++}" >/dev/null || fail "no C++ compiler: ${CXX:-c++} is not on PATH; install g++ 11 or clang++ 14, or set CXX"

@@ -94,7 +94,7 @@ def test_what_is_neither_true_nor_false(name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "error", "message"),
     [
-        ("sizes", None, ValueError, r"sizes must be one-dimensional, not of shape \(\)"),
+        ("sizes", None, ValueError, r"sizes must be one-dimensional, not of shape \(\), None of type NoneType; give a"),
         ("sizes", "123", ValueError, r"sizes must be one-dimensional, not of shape \(\)"),
         ("batch_size", 0, ValueError, "batch_size must be at least 1, not 0"),
         ("batch_size", -1, ValueError, "batch_size must be at least 1, not -1"),

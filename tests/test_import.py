@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import shutil
 import subprocess
 import sys
 import types
@@ -135,3 +136,15 @@ def test_the_stub_names_the_parameters_of_the_extension(name: str) -> None:
     assert parameters(node) == parameters(described)
     if isinstance(member, types.MethodDescriptorType):
         assert list(map(ast.dump, node.args.defaults)) == list(map(ast.dump, described.args.defaults))
+
+
+def test_the_source_folder_without_extension_says_what_to_do(tmp_path: Path) -> None:
+    shutil.copytree(Path(chronica.__file__).parent, tmp_path / "chronica_hvd", ignore=shutil.ignore_patterns("*.so"))
+    # -S: without site-packages, so that the installed extension is not found either.
+    run = subprocess.run(
+        [sys.executable, "-S", "-c", "import chronica_hvd"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert run.stderr.splitlines()[-1].endswith(
+        "it is the source folder, not the installed package. Run from another folder, or install for development: "
+        "pip install --editable ."
+    )
