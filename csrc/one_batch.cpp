@@ -64,19 +64,25 @@ class Cutter {
     if (!fits(certain)) {
       return std::nullopt;
     }
-    Wide feasible = std::accumulate(step_.cost.begin(), step_.cost.end(), std::int64_t{0}) / speeds_.ranks() + 1;
+    Wide trial = std::accumulate(step_.cost.begin(), step_.cost.end(), std::int64_t{0}) / speeds_.ranks() + 1;
     Wide infeasible = -1;
-    feasible = std::min(feasible, certain);
-    while (feasible < certain && !fits(feasible)) {
-      infeasible = feasible;
-      feasible = std::min(feasible * 2, certain);
+    while (trial < certain && !fits(trial)) {
+      infeasible = trial;
+      trial *= 2;
     }
-    while (feasible - infeasible > 1) {
-      const Wide middle = infeasible + (feasible - infeasible) / 2;
-      (fits(middle) ? feasible : infeasible) = middle;
-    }
-    fits(feasible);
+    fits(std::min(trial, certain));
     std::vector<RankRun> runs = found();
+    Wide feasible = makespan(runs);
+    // By turns the middle, which halves what is in question, and just below the best found: nothing there proves it.
+    for (bool halves = true; feasible - infeasible > 1; halves = !halves) {
+      trial = halves ? infeasible + (feasible - infeasible) / 2 : feasible - 1;
+      if (fits(trial)) {
+        runs = found();
+        feasible = makespan(runs);
+      } else {
+        infeasible = trial;
+      }
+    }
     if (counts_.least < counts_.most) {
       level(runs, feasible);
     }
@@ -201,6 +207,17 @@ class Cutter {
     }
     std::reverse(runs.begin(), runs.end());
     return runs;
+  }
+
+  /// The least load of the fastest rank at which these runs fit.
+  [[nodiscard]] Wide makespan(const std::vector<RankRun>& runs) const {
+    Wide longest = 0;
+    for (const RankRun& run : runs) {
+      const Wide load = step_.fixed + (run.end - run.first) * step_.cost[static_cast<std::size_t>(run.first)];
+      const std::int64_t speed = speeds_[run.rank];
+      longest = std::max(longest, (load * speeds_.fastest() + speed - 1) / speed);
+    }
+    return longest;
   }
 
   /// Move the borders between neighbouring runs where that lowers the total load, or evens counts at no cost, while

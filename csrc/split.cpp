@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <limits>
 #include <numeric>
 #include <utility>
 
@@ -51,55 +52,73 @@ std::optional<Split> Splitter::split_padded(std::int64_t rank, const Share& shar
   return best;
 }
 
-/// Try every contiguous run as the micro-batch that comes last, the samples before and behind it cut as cheaply as
-/// possible: a longer backward pass for the allreduce to overlap with may be worth some padding.
+/// Try runs as the micro-batch that comes last, the samples before and behind it cut as cheaply as possible: a longer
+/// backward pass for the allreduce to overlap with may be worth some padding.
 void Splitter::lengthen_last(std::int64_t rank, const Share& share, Split& best) {
-  const auto count = static_cast<std::int64_t>(share.size());
   const double capacity = limits_.capacity[static_cast<std::size_t>(rank)];
-  const auto fits = [&](std::int64_t first, std::int64_t end) {
-    return size_[static_cast<std::size_t>(first)] * static_cast<double>(end - first) <= capacity;
-  };
   cut_.solve({cost_, size_, capacity}, step_.fixed);
-  // The cheapest cut of all samples from each one on; shares are short, so trying every first end is quick enough.
-  std::vector<std::int64_t> behind(share.size() + 1, 0);
-  std::vector<std::int64_t> batches(share.size() + 1, 0);
-  std::vector<std::int64_t> next(share.size() + 1, 0);
-  for (std::int64_t first = count - 1; first >= 0; --first) {
-    const auto at = static_cast<std::size_t>(first);
-    for (std::int64_t end = first + 1; end <= count && fits(first, end); ++end) {
-      const std::int64_t cost = batch_cost(step_, share, first, end) + behind[static_cast<std::size_t>(end)];
-      if (end == first + 1 || cost < behind[at]) {
-        behind[at] = cost;
-        next[at] = end;
-        batches[at] = batches[static_cast<std::size_t>(end)] + 1;
+  const std::vector<std::int64_t> borders = borders_to_try(std::ssize(share));
+  const auto is_allowed = [&](std::size_t i, std::size_t j) {
+    return size_[static_cast<std::size_t>(borders[i])] * static_cast<double>(borders[j] - borders[i]) <= capacity;
+  };
+  // The cheapest cut of the samples from each border on.
+  struct Behind {
+    std::int64_t cost = 0;
+    std::int64_t batches = 0;
+    std::size_t next = 0;
+  };
+  std::vector<Behind> behind(borders.size());
+  for (std::size_t i = borders.size() - 1; i-- > 0;) {
+    behind[i].cost = std::numeric_limits<std::int64_t>::max();
+    for (std::size_t j = i + 1; j < borders.size() && is_allowed(i, j); ++j) {
+      const std::int64_t cost = batch_cost(step_, share, borders[i], borders[j]);
+      if (behind[j].cost <= std::numeric_limits<std::int64_t>::max() - cost && cost + behind[j].cost < behind[i].cost) {
+        behind[i] = {cost + behind[j].cost, behind[j].batches + 1, j};
       }
     }
   }
   double earliest = finish(rank, best);
-  std::pair<std::int64_t, std::int64_t> last{0, 0};
-  for (std::int64_t first = 0; first < count; ++first) {
-    for (std::int64_t end = first + 1; end <= count && fits(first, end); ++end) {
-      const Split trial{{},
-                        cut_.cost(first) + batch_cost(step_, share, first, end) + behind[static_cast<std::size_t>(end)],
-                        batch_cost(step_, share, first, end)};
-      if (cut_.batches(first) + 1 + batches[static_cast<std::size_t>(end)] > limits_.micro_batches) {
+  std::pair<std::size_t, std::size_t> last{0, 0};
+  for (std::size_t i = 0; i + 1 < borders.size(); ++i) {
+    for (std::size_t j = i + 1; j < borders.size() && is_allowed(i, j); ++j) {
+      if (behind[j].cost == std::numeric_limits<std::int64_t>::max() ||
+          cut_.batches(borders[i]) + 1 + behind[j].batches > limits_.micro_batches) {
         continue;
       }
+      const std::int64_t largest = batch_cost(step_, share, borders[i], borders[j]);
+      const Split trial{{}, cut_.cost(borders[i]) + largest + behind[j].cost, largest};
       const double finished = finish(rank, trial);
       if (finished < earliest || (finished == earliest && trial.load < best.load)) {
         earliest = finished;
         best = trial;
-        last = {first, end};
+        last = {i, j};
       }
     }
   }
   if (best.ends.empty()) {
-    cut_.append_ends(last.first, best.ends);
-    for (std::int64_t end = last.second; end != 0; end = end == count ? 0 : next[static_cast<std::size_t>(end)]) {
-      best.ends.push_back(end);
+    cut_.append_ends(borders[last.first], best.ends);
+    for (std::size_t j = last.second; j < borders.size(); j = behind[j].next == 0 ? borders.size() : behind[j].next) {
+      best.ends.push_back(borders[j]);
     }
     best = measured(share, std::move(best.ends));
   }
+}
+
+/// Where a run that comes last may begin and end: everywhere in a short share; in a long one at the borders of its
+/// cheapest cut and at some evenly spread.
+std::vector<std::int64_t> Splitter::borders_to_try(std::int64_t samples) const {
+  constexpr std::int64_t kSpread = 64;
+  std::vector<std::int64_t> borders{0};
+  if (samples > kSpread) {
+    cut_.append_ends(samples, borders);
+  }
+  const std::int64_t parts = std::min(samples, kSpread);
+  for (std::int64_t part = 1; part <= parts; ++part) {
+    borders.push_back(samples * part / parts);
+  }
+  std::sort(borders.begin(), borders.end());
+  borders.erase(std::unique(borders.begin(), borders.end()), borders.end());
+  return borders;
 }
 
 /// Without padding more micro-batches only cost more, so there are as few as the capacity allows, nearly: each sample,

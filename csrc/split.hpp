@@ -41,6 +41,7 @@ class Splitter {
   [[nodiscard]] std::optional<Split> split_packed(std::int64_t rank, Share& share) const;
   [[nodiscard]] Split measured(const Share& share, std::vector<std::int64_t> ends) const;
   void lengthen_last(std::int64_t rank, const Share& share, Split& best);
+  [[nodiscard]] std::vector<std::int64_t> borders_to_try(std::int64_t samples) const;
 
   const Step& step_;
   const Speeds& speeds_;
