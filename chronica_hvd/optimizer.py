@@ -137,9 +137,13 @@ def _shared_process_set(sampler: BatchSampler, given: Any, hvd: Any) -> Any:
     return process_set
 
 
-def _expect_passes(wrapped: Any, passes: int) -> None:
-    """Have Horovod send each gradient after its last backward pass of the step, and not before."""
-    if wrapped.backward_passes_per_step != passes:
+def _expect_passes(wrapped: Any, passes: int, anew: bool) -> None:
+    """Have Horovod send each gradient after its last backward pass of the step that begins, and not before.
+
+    ``anew``: an earlier step was given up half way, so that Horovod has counted some of its passes.
+    """
+    wrapped._synchronized = False  # as a step leaves it that was synchronized and then not made, by GradScaler say
+    if anew or wrapped.backward_passes_per_step != passes:
         wrapped.set_backward_passes_per_step(passes)
 
 
@@ -155,11 +159,12 @@ def _with_weigher(wrapped: Any, weigher: Weigher) -> Any:
 
     def synchronize(self: Any) -> None:
         """Wait for the gradients of all ranks; once per step the step counts as finished."""
-        # GradScaler may skip step() after synchronize(), which leaves _synchronized set: hence both questions.
-        is_first = weigher.is_at_work or not self._synchronized
+        # After a step that was synchronized and not made _synchronized is still set: hence both questions.
+        is_first = weigher.is_step_open or not self._synchronized
         if is_first:
-            weigher.refuse_unwatched(parameter for group in self.param_groups for parameter in group["params"])
-            weigher.refuse_incomplete()
+            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+            weigher.refuse_unwatched(parameters)
+            weigher.refuse_incomplete(parameters)
             weigher.compare_plans()
         horovods_synchronize(self)
         if is_first:

@@ -51,7 +51,8 @@ class PlanOptions:
         if self.max_moved > 1.0:
             raise ValueError(f"max_moved is a share of the samples, at most 1, not {self.max_moved}")
         if isinstance(self.micro_batches, str):
-            checks.choice("micro_batches", self.micro_batches, ("auto",))
+            if self.micro_batches != "auto":
+                raise ValueError(f"micro_batches must be a positive integer or 'auto', not {self.micro_batches!r}")
         else:
             self._keep_integer("micro_batches", least=1, most=2**40)
         if self.max_size is not None:
@@ -97,8 +98,10 @@ class PlanOptions:
         if checks.dimensions("pad_to", self.pad_to) == 0:
             self._keep_integer("pad_to", least=1, most=checks.LARGEST_INT64)
             return
-        if (checks.non_negative("pad_to", self.pad_to) <= 0).any():
+        lengths = checks.non_negative("pad_to", self.pad_to)
+        if (lengths <= 0).any():
             raise ValueError(f"pad_to must hold positive lengths, not {self.pad_to!r}")
+        object.__setattr__(self, "pad_to", lengths)
 
     @classmethod
     def from_keywords(cls, keywords: dict[str, Any]) -> PlanOptions:

@@ -59,8 +59,8 @@ def plan(
     batch_size
         Samples per rank and step on average; a step holds ``batch_size · ranks``, the last one what is left.
     indices
-        Samples of this epoch in drawn order, as dataset indices; one given twice counts twice. ``None``: what
-        ``DistributedSampler`` draws.
+        Samples of this (with a sampler: of every) epoch in drawn order, as dataset indices; one given twice counts
+        twice. ``None``: what ``DistributedSampler`` draws.
     cost
         A :class:`CostModel`; an array of each sample's cost (with ``padding="none"``); ``None``: cost by size. Then a
         padded micro-batch also costs the mean size whatever is in it, if there may be several.
@@ -81,8 +81,8 @@ def plan(
         At most so many per rank and step, or ``"auto"``: as many as pay off, never slower than one.
     max_size
         Largest micro-batch allowed, as samples · longest (``padding="none"``: Σ size). ``None``: the largest that plain
-        batches of the epoch would have, on faster ranks more in proportion to their speed; a plan never fails for it
-        (a policy other than ``"balanced"`` keeps it only with several micro-batches).
+        batches of the epoch would have, on ranks of more than mean speed (÷ rank_scale) more in proportion; a plan
+        never fails for it. Fillers, and the shares of a policy other than ``"balanced"``, may exceed it.
     pad_to
         Lengths are padded to a multiple of this integer, or to the next of these lengths, so that there are few shapes.
     comm
@@ -220,7 +220,8 @@ class Planner:
             return np.full(self.workload.ranks, self.options.max_size, dtype=np.float64)
         speeds = self.workload.effective_speeds
         grown: NDArray[np.float64] = np.maximum(1.0, speeds / speeds.mean())
-        return self._largest_plain_batch(lengths) * grown
+        # Sums of sizes that are no whole numbers depend on their order: none is to fail by its last bits.
+        return self._largest_plain_batch(lengths) * (1.0 + 1e-12) * grown
 
     def _largest_plain_batch(self, lengths: NDArray[np.float64]) -> float:
         """Return the largest batch where rank r takes every ranks-th sample of a step from the r-th on."""

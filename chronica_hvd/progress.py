@@ -175,6 +175,16 @@ class Progress:
             self._finished = self._open.popleft()
 
     @property
+    def is_surely_begun(self) -> bool:
+        """Whether a step is open that the loop has turned to; where a wrapper reads ahead that cannot be told."""
+        return bool(self._open) and not self._lookahead
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether the oldest open step has seen no backward pass."""
+        return bool(self._open) and self._open[0].reached == 0
+
+    @property
     def oldest(self) -> StepTicket | None:
         """The oldest open step."""
         return self._open[0].ticket if self._open else None

@@ -74,6 +74,7 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
         planner = None if num_replicas is None else Planner(sizes, num_replicas, batch_size, checked)
         self.world = _world(None if planner is None else planner.workload.ranks, rank, process_set)
         self._planner = planner or Planner(sizes, self.world.size, batch_size, checked)
+        self._planner.workload.keep_sizes()
         if refresh is not None and not isinstance(refresh, str):
             raise NotImplementedError(f"refresh={refresh!r} is not built yet; this version supports 'epoch' and None")
         self.batch_size = self._planner.batch_size

@@ -39,15 +39,16 @@ class Weigher:
         self._name = name
         self._at_work: StepTicket | None = None
         self._lock = threading.Lock()  # autograd has a thread for each device
-        self._expect_passes: Callable[[int], None] = lambda passes: None
+        self._expect_passes: Callable[[int, bool], None] = lambda passes, anew: None
         self._accumulators: list[Any] = []  # hooks live as long as these nodes are held
 
     def watch(
-        self, parameters: Iterable[torch.nn.Parameter], expect_passes: Callable[[int], None] | None = None
+        self, parameters: Iterable[torch.nn.Parameter], expect_passes: Callable[[int, bool], None] | None = None
     ) -> None:
         """Weigh the gradients of these parameters from now on.
 
-        ``expect_passes`` is told before a step's first gradient is accumulated how many backward passes there will be.
+        ``expect_passes`` is told before a step's first gradient is accumulated how many backward passes there will be,
+        and whether the step before it was given up.
         """
         self._expect_passes = expect_passes or self._expect_passes
         for parameter in parameters:
@@ -63,8 +64,8 @@ class Weigher:
             weight = self._progress.work(torch._C._current_graph_task_id())
             step = self._progress.oldest
             if step is not None and step is not self._at_work:
+                self._expect_passes(len(step.weights), self._at_work is not None)
                 self._at_work = step
-                self._expect_passes(len(step.weights))
         if weight == 1.0:
             return None
         return tuple(gradient if gradient is None else _weighed(gradient, weight) for gradient in gradients)
@@ -81,14 +82,22 @@ class Weigher:
                 "trainable when wrapped may be frozen and unfrozen later)"
             )
 
-    def refuse_incomplete(self) -> None:
-        """Raise a RuntimeError if micro-batches of the step at work were not taken or had no backward pass."""
+    def refuse_incomplete(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Raise a RuntimeError if micro-batches of the step at work were not taken or had no backward pass.
+
+        Or if gradients are there that no backward pass of it has brought: they were never weighed.
+        """
         self._progress.refuse_incomplete()
+        if self._progress.is_untouched and any(_has_gradient(parameter) for parameter in parameters):
+            raise RuntimeError(
+                "there are gradients, but none came through backward() in this step, so they are not weighed: use "
+                "loss.backward() rather than to set .grad, and to skip a step call zero_grad() before"
+            )
 
     @property
-    def is_at_work(self) -> bool:
-        """Whether a backward pass has begun whose step is not finished."""
-        return self._at_work is not None
+    def is_step_open(self) -> bool:
+        """Whether a step has begun that is not finished, by a backward pass or by taking its first micro-batch."""
+        return self._at_work is not None or self._progress.is_surely_begun
 
     def compare_plans(self) -> None:
         """In the first step of every block, make sure that all ranks hold the same plan.
@@ -121,6 +130,14 @@ def _accumulator(parameter: torch.nn.Parameter) -> Any:
     """Return the node that adds to ``parameter.grad``, the same one as long as somebody holds it."""
     view: Any = parameter.expand_as(parameter).grad_fn
     return view.next_functions[0][0]
+
+
+def _has_gradient(parameter: torch.nn.Parameter) -> bool:
+    """Whether a parameter has a gradient other than 0."""
+    gradient = parameter.grad
+    if gradient is None:
+        return False
+    return bool((gradient.coalesce().values() if gradient.is_sparse else gradient).any())
 
 
 def _weighed(gradient: torch.Tensor, weight: float) -> torch.Tensor:

@@ -65,6 +65,11 @@ class Workload:
         """What every micro-batch costs besides its samples."""
         return self.cost.fixed if isinstance(self.cost, CostModel) else 0.0
 
+    def keep_sizes(self) -> None:
+        """Keep sizes of our own, that nobody changes; those of a memory map stay where they are."""
+        if not isinstance(self.sizes, np.memmap):
+            self.sizes = self.sizes.copy()
+
     def lengths(self, samples: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the size each sample is computed at when it is its batch's longest: after ``pad_to``."""
         return self._padded(self.sizes[samples])

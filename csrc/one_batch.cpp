@@ -34,7 +34,12 @@ std::vector<SpeedClass> group_by_speed(const Speeds& speeds) {
 class Cutter {
  public:
   Cutter(const Step& step, const Speeds& speeds, const Limits& limits)
-      : step_(step), speeds_(speeds), limits_(limits), counts_(limits.counts), classes_(group_by_speed(speeds)) {
+      : step_(step),
+        speeds_(speeds),
+        limits_(limits),
+        counts_(limits.counts),
+        classes_(group_by_speed(speeds)),
+        order_(speeds.fastest_first()) {
     std::size_t states = 1;
     for (const SpeedClass& each : classes_) {
       strides_.push_back(states);
@@ -73,15 +78,9 @@ class Cutter {
     fits(std::min(trial, certain));
     std::vector<RankRun> runs = found();
     Wide feasible = makespan(runs);
-    // By turns the middle, which halves what is in question, and just below the best found: nothing there proves it.
-    for (bool halves = true; feasible - infeasible > 1; halves = !halves) {
-      trial = halves ? infeasible + (feasible - infeasible) / 2 : feasible - 1;
-      if (fits(trial)) {
-        runs = found();
-        feasible = makespan(runs);
-      } else {
-        infeasible = trial;
-      }
+    narrow(infeasible, feasible, runs);
+    if (fixed_order_) {
+      improve_order(feasible, runs);
     }
     if (counts_.least < counts_.most) {
       level(runs, feasible);
@@ -90,7 +89,7 @@ class Cutter {
   }
 
  private:
-  static constexpr std::size_t kMostStates = 4096;
+  static constexpr std::size_t kMostStates = 512;
 
   /// The load that a rank of this speed may carry when the fastest rank may carry `makespan`.
   [[nodiscard]] std::int64_t capacity(Wide makespan, std::int64_t speed) const noexcept {
@@ -165,7 +164,7 @@ class Cutter {
   bool fits_in_order(Wide makespan) {
     reach_[0] = 0;
     for (std::size_t place = 1; place < reach_.size(); ++place) {
-      const std::int64_t rank = speeds_.fastest_first()[place - 1];
+      const std::int64_t rank = order_[place - 1];
       const auto ranks_after = static_cast<std::int64_t>(reach_.size() - 1 - place);
       const std::int64_t count = take(reach_[place - 1], rank, capacity(makespan, speeds_[rank]), ranks_after);
       if (count == 0) {
@@ -196,7 +195,7 @@ class Cutter {
       std::size_t before = state - 1;
       std::int64_t rank = 0;
       if (fixed_order_) {
-        rank = speeds_.fastest_first()[before];
+        rank = order_[before];
       } else {
         const std::size_t c = choice_[state];
         before = state - strides_[c];
@@ -207,6 +206,53 @@ class Cutter {
     }
     std::reverse(runs.begin(), runs.end());
     return runs;
+  }
+
+  /// Find the least makespan between one that does not fit and one that does, with the runs given.
+  void narrow(Wide infeasible, Wide& feasible, std::vector<RankRun>& runs) {
+    // By turns the middle, which halves what is in question, and just below the best found: nothing there proves it.
+    for (bool halves = true; feasible - infeasible > 1; halves = !halves) {
+      const Wide trial = halves ? infeasible + (feasible - infeasible) / 2 : feasible - 1;
+      if (fits(trial)) {
+        runs = found();
+        feasible = makespan(runs);
+      } else {
+        infeasible = trial;
+      }
+    }
+  }
+
+  /// Change two ranks of the fixed order for each other, or move one to another place, wherever that ends the step
+  /// earlier.
+  void improve_order(Wide& feasible, std::vector<RankRun>& runs) {
+    const auto try_order = [&](std::vector<std::int64_t>&& changed) {
+      order_.swap(changed);
+      if (!fits(feasible - 1)) {
+        order_.swap(changed);
+        return false;
+      }
+      runs = found();
+      feasible = makespan(runs);
+      narrow(feasible - feasible / 16, feasible, runs);
+      return true;
+    };
+    constexpr int kMostRounds = 16;
+    bool better = true;
+    for (int round = 0; round < kMostRounds && better; ++round) {
+      better = false;
+      for (std::size_t i = 0; i < order_.size(); ++i) {
+        for (std::size_t j = 0; j < order_.size(); ++j) {
+          std::vector<std::int64_t> swapped = order_;
+          std::swap(swapped[i], swapped[j]);
+          better = (i < j && try_order(std::move(swapped))) || better;
+          std::vector<std::int64_t> moved = order_;
+          const std::int64_t rank = moved[i];
+          moved.erase(moved.begin() + static_cast<std::ptrdiff_t>(i));
+          moved.insert(moved.begin() + static_cast<std::ptrdiff_t>(j), rank);
+          better = (i != j && try_order(std::move(moved))) || better;
+        }
+      }
+    }
   }
 
   /// The least load of the fastest rank at which these runs fit.
@@ -284,6 +330,7 @@ class Cutter {
   std::vector<std::int64_t> reach_;     // (states), the furthest end
   std::vector<std::size_t> choice_;     // (states), the class that took its samples last
   bool fixed_order_ = false;
+  std::vector<std::int64_t> order_;  // (ranks), along the sorted step where it is fixed
 };
 
 }  // namespace

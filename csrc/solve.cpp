@@ -128,9 +128,11 @@ class Solver {
       }
       consider(pack(step_, speeds_, limits_.counts, room, bound_));
     }
-    if (limits_.micro_batches > 1 && (!best_ || has_several_micro_batches())) {
-      consider(deal_filled(step_, speeds_, limits_));
-      consider(pack(step_, speeds_, limits_.counts, limits_.capacity, bound_));
+    if (limits_.micro_batches > 1) {
+      if (!best_ || has_several_micro_batches()) {
+        consider(deal_filled(step_, speeds_, limits_));
+      }
+      consider(pack(step_, speeds_, limits_.counts, limits_.capacity, bound_));  // as with one micro-batch a rank
     }
     if (!best_ || has_several_micro_batches()) {
       consider(repack(step_, speeds_, limits_.counts, limits_.capacity, bound_, in_turn(step_, speeds_.ranks())));

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from helpers import check, distributed_sampler_steps, lognormal
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -152,11 +153,37 @@ def test_any_cap_can_be_kept_with_enough_micro_batches(padding: str) -> None:
         assert largest(plan, sizes) <= cap
 
 
+def test_sums_of_fractions_do_not_fail_by_their_last_bits() -> None:
+    engine = np.random.default_rng(2)
+    for _ in range(200):
+        sizes = engine.lognormal(5, 1, int(engine.integers(2, 30)))
+        plan, plain = (
+            chronica.plan(sizes, 1, sizes.size, padding="none", cost=COST, micro_batches=3, policy=policy)
+            for policy in ("balanced", "plain")
+        )
+        assert len(plan.batches(0, 0)) == 1
+        assert plan.makespans[0] == pytest.approx(plain.makespans[0], rel=1e-12)
+
+
+def test_costs_apart_from_sizes_are_dealt_no_worse_in_micro_batches() -> None:
+    engine = np.random.default_rng(3)
+    for seed in range(20):
+        sizes = lognormal(256, mean=6, largest=4096, seed=seed)
+        costs = engine.random(256) * 100
+        once, auto = (
+            chronica.plan(sizes, 8, 8, padding="none", cost=costs, micro_batches=most) for most in (1, "auto")
+        )
+        assert (auto.makespans <= once.makespans * (1 + 1e-12)).all()
+
+
 def test_pad_to_leaves_few_lengths() -> None:
     sizes = lognormal(4000, largest=4096)
     by_step = chronica.plan(sizes, 4, 16, cost=COST, micro_batches="auto", pad_to=64)
     lengths = [256, 512, 1024, 2048, 4096]
     by_list = chronica.plan(sizes, 4, 16, cost=COST, micro_batches="auto", pad_to=lengths[::-1])
+    assert by_list == chronica.plan(
+        sizes, 4, 16, cost=COST, micro_batches="auto", pad_to=torch.tensor(lengths, dtype=torch.int32)
+    )
     assert all(length % 64 == 0 for _, length in by_step.shapes())
     assert {length for _, length in by_list.shapes()} <= set(lengths)
     for plan in (by_step, by_list):

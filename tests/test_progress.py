@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from helpers import recut_sampler
@@ -361,3 +362,10 @@ def test_averages_of_micro_batches() -> None:
         if len(values) > 1:
             with pytest.raises(ValueError, match=r"the values must have one shape, not \(1,\), \(2,\)"):
                 chronica.average([torch.ones(1 + (number > 0)) for number in range(len(values))], sampler)
+
+
+def test_a_sampler_keeps_its_own_sizes() -> None:
+    sizes = np.arange(1, 101)
+    sampler = chronica.BatchSampler(sizes, 4, num_replicas=2, rank=0, loss_weight="sizes")
+    sizes[:] = 7
+    assert sampler.plan == chronica.plan(np.arange(1, 101), 2, 4, loss_weight="sizes")

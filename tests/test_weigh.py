@@ -37,9 +37,9 @@ def test_gradients_are_multiplied(weight: float) -> None:
     (p * torch.tensor([3.0, 5.0])).sum().backward()
     assert p.grad is not None
     assert p.grad.tolist() == [3.0 * weight, 5.0 * weight]
-    assert loop.weigher.is_at_work
+    assert loop.weigher.is_step_open
     loop.weigher.finish_step()
-    assert not loop.weigher.is_at_work
+    assert not loop.weigher.is_step_open
 
 
 def test_weight_zero_replaces() -> None:
@@ -65,20 +65,46 @@ def test_several_batches_accumulate_with_their_own_weights() -> None:
 def test_micro_batches_accumulate_and_their_number_is_told_before_the_first() -> None:
     p = parameter(1.0)
     loop = Loop()
-    told: list[tuple[int, bool]] = []
-    loop.weigher.watch([p], lambda passes: told.append((passes, p.grad is None)))
+    told: list[tuple[int, bool, bool]] = []
+    loop.weigher.watch([p], lambda passes, anew: told.append((passes, p.grad is None, anew)))
     for weights in ((0.5, 0.0, 2.0), (4.0,), (1.0, 2.0)):
         p.grad = None
         ticket = StepTicket(0, 0, weights, "")
         for weight in weights:
             loop.progress.hand_out(loop.iteration, ticket)
             (3 * p * (1.0 if weight else float("nan"))).sum().backward()
-            assert loop.weigher.is_at_work
-        loop.weigher.refuse_incomplete()
+            assert loop.weigher.is_step_open
+        loop.weigher.refuse_incomplete([p])
         loop.weigher.finish_step()
         assert p.grad is not None
         assert p.grad.item() == 3 * sum(weights)
-    assert told == [(3, True), (1, True), (2, True)]
+    assert told == [(3, True, False), (1, True, False), (2, True, False)]
+
+
+def test_after_a_step_given_up_the_passes_are_told_anew() -> None:
+    p = parameter(1.0)
+    loop = Loop()
+    told: list[tuple[int, bool]] = []
+    loop.weigher.watch([p], lambda passes, anew: told.append((passes, anew)))
+    loop.progress.hand_out(loop.iteration, StepTicket(0, 0, (1.0, 1.0), ""))
+    p.sum().backward()
+    iteration = loop.progress.begin()  # after an exception, say
+    loop.progress.hand_out(iteration, StepTicket(1, 0, (1.0, 1.0), ""))
+    p.sum().backward()
+    assert told == [(2, False), (2, True)]
+
+
+@pytest.mark.parametrize("gradient", [None, 0.0, 1.0, float("nan")])
+def test_gradients_that_no_backward_pass_brought_are_refused(gradient: float | None) -> None:
+    p = parameter(1.0)
+    loop = Loop(p)
+    loop.take(2.0)
+    p.grad = None if gradient is None else torch.tensor([gradient])
+    if not gradient:
+        loop.weigher.refuse_incomplete([p])  # the step is skipped
+        return
+    with pytest.raises(RuntimeError, match=r"not weighed: use loss\.backward\(\) rather than to set \.grad"):
+        loop.weigher.refuse_incomplete([p])
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -96,7 +122,7 @@ def test_checkpointing_has_backward_passes_within_one(reentrant: bool) -> None:
         for layer in layers[:-1]:
             value = torch.utils.checkpoint.checkpoint(layer, value, use_reentrant=reentrant)
         layers[-1](value).backward()
-    loop.weigher.refuse_incomplete()
+    loop.weigher.refuse_incomplete(layers.parameters())
     for layer, total in zip(layers, expected, strict=True):
         assert torch.allclose(layer.weight.grad, total)
 

@@ -32,6 +32,11 @@ def micro_batched(ranks: int, name: str, **changes: object) -> Case:
     return base(ranks, name, **{"plan": {"micro_batches": "auto"}, "loop": "steps", "cut": 0, **changes})
 
 
+def skipping(ranks: int, most: int) -> Case:
+    """Return a run of 16 full steps, to skip some of."""
+    return base(ranks, f"skipping{most}", samples=16 * 4 * ranks, plan={"micro_batches": most}, loop="steps")
+
+
 def _splits(ranks: int) -> list[Case]:
     """Every model × loss weight × local batch × padding, with a last step of one sample and of some more."""
     product = itertools.product(

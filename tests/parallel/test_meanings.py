@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import base, micro_batched
+from cases import base, micro_batched, skipping
 from launch import Launch, launched_once
 from training import Data
 
@@ -77,6 +77,15 @@ def test_average_of_micro_batches(ranks: int, loop: str, launched: Any) -> None:
                 for number, weight in enumerate(plan.micro_weights(step, other))
             ]
             assert averaged == pytest.approx([sum(terms) / ranks] * len(averaged), rel=1e-14)
+
+
+@each_size
+@pytest.mark.parametrize("most", [1, 3])
+def test_steps_that_all_ranks_skip_leave_the_others_their_weights(ranks: int, most: int, launched: Any) -> None:
+    plan = Data(skipping(ranks, most), ranks).plan(epoch=0)
+    trained = [step for step in range(plan.steps) if step % 4 not in (1, 2)]
+    for rank in range(ranks):
+        assert launched(ranks).json(rank)["skips"][str(most)] == pytest.approx(plan.weights[trained, rank], rel=1e-14)
 
 
 @each_size

@@ -46,6 +46,7 @@ EXPECTED: dict[str, tuple[str, str] | None] = {
     "predivide_by_zero": ("ValueError", r"gradient_predivide_factor must be positive, not 0"),
     "predivide_a_sum": ("ValueError", r"gradient_predivide_factor=2 needs op=hvd\.Average"),
     "loop_without_steps": ("RuntimeError", r"micro_batches='auto' .* for step in loader\.steps\(\)"),
+    "gradients_set_by_hand": ("RuntimeError", "there are gradients, but none came through backward"),
     "micro_batch_without_backward": ("RuntimeError", r"2 micro-batches of step 0 were taken without a backward pass"),
     "micro_batches_read_ahead": ("RuntimeError", r"3 micro-batches of step 0 were taken without .* lookahead=1"),
     "micro_batches_reversed": ("RuntimeError", r"3 micro-batches of step 0 were taken without a backward pass"),

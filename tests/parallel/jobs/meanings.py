@@ -9,7 +9,7 @@ from typing import Any
 import horovod.torch as hvd
 import rank
 import torch
-from cases import base, micro_batched
+from cases import base, micro_batched, skipping
 from train import Run
 from training import Case, build, mean, relative_errors, sgd
 
@@ -107,6 +107,24 @@ def autograd_grad(run: Run) -> dict[str, Any]:
     return {"equal": equal, "untouched": untouched, "weight": run.optimizer.weight}
 
 
+def skips(run: Run) -> list[float]:
+    """Skip two steps of every four, all ranks alike and by both ways; return the weight of each step trained on."""
+    weights = []
+    for number, step in enumerate(run.loader.steps()):
+        batches = list(step) if number % 4 in (1, 2) else step
+        run.optimizer.zero_grad()
+        if number % 4 in (1, 2):
+            run.optimizer.synchronize() if number < 8 else run.optimizer.step()
+            continue
+        total = 0.0
+        for batch in batches:
+            run.loss(batch, is_filler=run.sampler.weight == 0.0).backward()
+            total += run.optimizer.weight
+        run.optimizer.step()
+        weights.append(total)
+    return weights
+
+
 def without_sampler(options: dict[str, Any], name: str) -> dict[str, Any]:
     """Return how far training without a sampler is from Horovod's own, with uneven batches."""
     trained = []
@@ -147,6 +165,7 @@ def main() -> None:
         "micro_evaluation": averages_of_micro_batches(
             Run(micro_batched(ranks, "micro_evaluation"), with_optimizer=False)
         ),
+        "skips": {str(most): skips(Run(skipping(ranks, most))) for most in (1, 3)},
         "autograd_grad": autograd_grad(Run(base(ranks, "autograd_grad"))),
         "without_sampler": {name: without_sampler(options, name) for name, options in WITHOUT_SAMPLER.items()},
     }

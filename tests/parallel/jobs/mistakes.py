@@ -190,6 +190,17 @@ def loop_without_steps(run: Run) -> None:
     iter(run.loader)
 
 
+def gradients_set_by_hand(run: Run) -> None:
+    parameters = list(run.model.parameters())
+    losses = [run.loss(batch) for batch in next(run.loader.steps())]
+    for parameter, gradient in zip(parameters, torch.autograd.grad(sum(losses), parameters), strict=True):
+        parameter.grad = gradient
+    try:
+        run.optimizer.step()
+    finally:
+        forget(run)
+
+
 def micro_batch_without_backward(run: Run) -> None:
     step = iter(next(run.loader.steps()))
     next(step)
@@ -341,6 +352,7 @@ MISTAKES = [
 ]
 WITH_MICRO_BATCHES = [
     loop_without_steps,
+    gradients_set_by_hand,
     micro_batch_without_backward,
     micro_batches_read_ahead,
     micro_batches_reversed,
