@@ -196,6 +196,8 @@ def main() -> None:
     hvd.init()
     torch.manual_seed(options.seed)
     dataset = Functions(options.cut, options.samples)
+    if options.mode == "by-length" and len(dataset) < options.batch_size * hvd.size():
+        raise SystemExit(f"--mode by-length needs a whole global batch of {options.batch_size * hvd.size()} functions")
     model = ByteTransformer(options.width, HEADS, longest=options.cut)
     cost = calibrate(lambda text, lengths: mean_loss(model, text, lengths), dataset.sizes, options.batch_size)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=options.lr)

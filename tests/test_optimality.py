@@ -14,11 +14,11 @@ import chronica_hvd as chronica
 UNBOUNDED = 1e30
 
 
-def draw_step(engine: np.random.Generator, **fields: Any) -> SmallStep:
+def draw_step(engine: np.random.Generator, most_samples: int = 8, **fields: Any) -> SmallStep:
     """Draw the sizes, speeds and fixed cost of a small step; on ranks of one speed where the allreduce counts."""
     least = fields.get("least", 1)
     ranks = int(engine.integers(1, 5))
-    samples = int(engine.integers(ranks * least, max(8, ranks * least) + 1))
+    samples = int(engine.integers(ranks * least, max(most_samples, ranks * least) + 1))
     even = fields.get("comm", 0.0) > 0.0 or engine.integers(2) == 0
     return SmallStep(
         sizes=tuple(np.ceil(engine.lognormal(3, 1.2, samples)).astype(int).tolist()),
@@ -73,6 +73,14 @@ def test_small_plans_against_brute_force(padded: bool, equal: bool, micro_batche
     assert statistics.mean(ratios) <= 1.02
     if padded and micro_batches == 1:
         assert max(ratios) <= 1 + 1e-9  # one padded batch a rank: the cut is exact
+
+
+@pytest.mark.parametrize("equal", [False, True], ids=["free", "equal"])
+@pytest.mark.parametrize("padded", [False, True], ids=["none", "max"])
+@pytest.mark.parametrize("micro_batches", [1, 2], ids=lambda most: f"micro{most}")
+def test_plans_of_up_to_ten_samples_against_brute_force(padded: bool, equal: bool, micro_batches: int) -> None:
+    ratios = ratios_to_the_best(20, seed=5, most_samples=10, padded=padded, equal=equal, micro_batches=micro_batches)
+    assert statistics.mean(ratios) <= 1.02
 
 
 @pytest.mark.parametrize(("micro_batches", "least"), [(1, 2), (2, 2), (10, 2), (1, 3)])
