@@ -82,7 +82,8 @@ def plan(
     max_size
         Largest micro-batch allowed, as samples · longest (``padding="none"``: Σ size). ``None``: the largest that plain
         batches of the epoch would have, on ranks of more than mean speed (÷ rank_scale) more in proportion; a plan
-        never fails for it. Fillers, and the shares of a policy other than ``"balanced"``, may exceed it.
+        never fails for it. Fillers, the shares of a policy other than ``"balanced"``, and with one micro-batch a rank
+        the steps in which ``reorder="window"`` gathers large samples may exceed it.
     pad_to
         Lengths are padded to a multiple of this integer, or to the next of these lengths, so that there are few shapes.
     comm

@@ -21,8 +21,7 @@ constexpr double kUnlimited = std::numeric_limits<double>::infinity();
 /// Plans the steps of a block one after the other.
 class Assigner {
  public:
-  explicit Assigner(const Block& block)
-      : block_(block), speeds_(block.speeds), unlimited_(block.speeds.size(), kUnlimited) {}
+  explicit Assigner(const Block& block) : block_(block), speeds_(block.speeds) {}
 
   /// Plan the steps from sample `first` up to sample `end` of the block.
   Assignment steps(std::int64_t first, std::int64_t end) {
@@ -44,7 +43,7 @@ class Assigner {
     const Time bound = lower_bound(step, speeds_, limits.counts, limits.micro_batches, certain);
     std::optional<Solution> solution = solve_step(step, limits, bound);
     if (!solution && !block_.is_hard) {
-      solution = solve_step(step, {limits.counts, limits.micro_batches, unlimited_}, bound);
+      solution = solve_with_more(step, limits, bound);
     }
     if (!solution) {
       if (result_.infeasible_step < 0) {
@@ -54,6 +53,19 @@ class Assigner {
     }
     append(step, *solution, first);
     result_.lower_bounds.push_back(speeds_.time(bound.load, bound.speed, step.exponent));
+  }
+
+  /// With capacities that exceed those wanted by as little as is tried.
+  std::optional<Solution> solve_with_more(const Step& step, const Limits& limits, const Time& bound) {
+    std::vector<double> capacity(block_.capacity.size());
+    for (const double factor : {1.25, 1.5, 2.0, 4.0, kUnlimited}) {
+      std::transform(block_.capacity.begin(), block_.capacity.end(), capacity.begin(),
+                     [factor](double each) { return each > 0.0 ? each * factor : kUnlimited; });
+      if (auto solution = solve_step(step, {limits.counts, limits.micro_batches, capacity}, bound)) {
+        return solution;
+      }
+    }
+    return std::nullopt;
   }
 
   [[nodiscard]] CountRange count_range(std::int64_t samples) const {
@@ -133,7 +145,6 @@ class Assigner {
 
   const Block& block_;
   Speeds speeds_;
-  std::vector<double> unlimited_;  // (ranks)
   Assignment result_;
 };
 

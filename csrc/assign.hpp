@@ -13,7 +13,7 @@ struct Block {
   double fixed_cost = 0.0;           // cost of a micro-batch whatever is in it; finite, not negative
   std::span<const double> speeds;    // (ranks), relative; positive and finite
   std::span<const double> capacity;  // (ranks), largest n · max size (padded) or Σ size of a micro-batch
-  bool is_hard = false;              // a step that cannot keep the capacity is an error; else it is ignored there
+  bool is_hard = false;              // a step that cannot keep the capacity is an error; else it may exceed it
   std::int64_t global_batch = 1;     // samples in a step; at least the number of ranks
   std::int64_t least = 1;            // samples a rank takes at least, where the step has enough
   std::int64_t micro_batches = 1;    // at most, on a rank in a step
