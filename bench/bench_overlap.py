@@ -8,9 +8,6 @@ the last backward pass, C that of the allreduce, all measured alone. Writes benc
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,6 +15,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from launch import horovodrun
 from torch import nn
 
 RESULTS = Path(__file__).resolve().parent / "results" / "overlap.json"
@@ -61,14 +59,7 @@ class Layer(nn.Module):
 
 def main() -> None:
     """Launch this file on two ranks."""
-    command = [str(Path(sys.executable).parent / "horovodrun"), "-np", "2", sys.executable, __file__, "--rank"]
-    run = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True)
-    try:
-        status = run.wait(TIMEOUT_S)
-    except BaseException:
-        os.killpg(run.pid, signal.SIGTERM)
-        raise
-    raise SystemExit(status)
+    raise SystemExit(horovodrun(2, Path(__file__), "--rank", timeout_s=TIMEOUT_S))
 
 
 def rank() -> None:

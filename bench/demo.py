@@ -1,7 +1,7 @@
 """Train the example on two ranks: plain Horovod, balanced, and plain Horovod with batches grouped by length.
 
 The first two have the same seed, start and global batches; grouping by length changes the batches. The quick two run
-twice, by turns; the figures are those of the quicker run, and the spread says how far the other was. Writes
+twice, by turns; the figures are those of the quicker run, and what the other run reached stands below. Writes
 build/demo/summary.json (with another cut of the texts than 2048 bytes: build/demo-<cut>/summary.json).
 """
 
@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from launch import horovodrun
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = 2
@@ -46,21 +44,12 @@ def train(output: Path, name: str, *options: str) -> dict[str, Any]:
     """Run the example under horovodrun; returns what it wrote into the folder ``output``."""
     summary = output / f"{name}.json"
     summary.unlink(missing_ok=True)
-    horovodrun = [str(Path(sys.executable).parent / "horovodrun"), "-np", str(RANKS)]
-    script = [sys.executable, str(ROOT / "examples" / "train_text.py"), "--pin", "--samples", str(SAMPLES)]
+    script = ROOT / "examples" / "train_text.py"
+    settings = ("--pin", "--samples", str(SAMPLES), "--mode", name, "--summary", str(summary))
     tunables = ":".join(f"{name}={value}" for name, value in KEEP_MEMORY.items())
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": tunables}
     print(f"{name}: {SAMPLES // (32 * RANKS)} steps on {RANKS} ranks", flush=True)
-    command = [*horovodrun, *script, "--mode", name, "--summary", str(summary), *options]
     with (output / f"{name}.log").open("w") as log:
-        # A session of its own: when the demo is interrupted, the launcher and its ranks end with it.
-        run = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            status = run.wait(TIMEOUT_S)
-        except BaseException:
-            os.killpg(run.pid, signal.SIGTERM)
-            run.wait()
-            raise
+        status = horovodrun(RANKS, script, *settings, *options, timeout_s=TIMEOUT_S, log=log, GLIBC_TUNABLES=tunables)
     if status != 0 or not summary.exists():
         raise SystemExit(f"the {name} run failed with status {status}; its output is in {log.name}")
     result: dict[str, Any] = json.loads(summary.read_text())
@@ -101,7 +90,7 @@ def work_per_step(run: dict[str, Any]) -> float:
 
 
 def main() -> None:
-    """Run both, print, write the summary."""
+    """Run all, print, write the summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cut", type=int, default=2048, help="cut the texts at this many bytes (default: 2048)")
     cut = parser.parse_args().cut

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +48,7 @@ class PlanOptions:
         checks.choice("local_batch", self.local_batch, ("free", "equal"))
         checks.choice("reorder", self.reorder, ("batch", "window"))
         self._keep_integer("window", least=1)
-        object.__setattr__(self, "max_moved", checks.real("max_moved", self.max_moved, least=0.0))
+        self._keep_real("max_moved", least=0.0)
         if self.max_moved > 1.0:
             raise ValueError(f"max_moved is a share of the samples, at most 1, not {self.max_moved}")
         if isinstance(self.micro_batches, str):
@@ -56,11 +57,11 @@ class PlanOptions:
         else:
             self._keep_integer("micro_batches", least=1, most=2**40)
         if self.max_size is not None:
-            object.__setattr__(self, "max_size", checks.real("max_size", self.max_size))
+            self._keep_real("max_size")
             if self.max_size <= 0:
                 raise ValueError(f"max_size must be positive or None, not {self.max_size}")
         self._check_pad_to()
-        object.__setattr__(self, "comm", checks.real("comm", self.comm, least=0.0))
+        self._keep_real("comm", least=0.0)
         self._keep_integer("min_local_batch", least=1)
         checks.choice("normalize", self.normalize, (None, "step", "epoch"))
         checks.boolean("shuffle", self.shuffle)
@@ -78,6 +79,10 @@ class PlanOptions:
     def _keep_integer(self, name: str, least: int, most: int | None = None) -> None:
         """Check an integer and keep it as Python's own: NumPy's overflow in arithmetic."""
         object.__setattr__(self, name, checks.integer(name, getattr(self, name), least, most))
+
+    def _keep_real(self, name: str, least: float = -math.inf) -> None:
+        """Check a number and keep it as Python's own float."""
+        object.__setattr__(self, name, checks.real(name, getattr(self, name), least))
 
     def _check_normalize(self) -> None:
         if self.reorder == "batch" or self.normalize is not None:

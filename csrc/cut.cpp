@@ -6,6 +6,8 @@
 #include <iterator>
 #include <limits>
 
+#include "capacity.hpp"
+
 namespace chronica {
 namespace {
 
@@ -26,16 +28,7 @@ std::int64_t between(std::int64_t low, std::int64_t high) noexcept {
 
 /// How many samples from `first` on one micro-batch may hold.
 std::int64_t room(const Samples& samples, std::int64_t first) noexcept {
-  const double size = samples.size[static_cast<std::size_t>(first)];
-  std::int64_t count = std::ssize(samples.cost) - first;
-  // Whether they fit is asked as count · size ≤ capacity, which a rounded quotient does not answer exactly.
-  if (size * static_cast<double>(count) > samples.capacity) {
-    count = std::min(count, static_cast<std::int64_t>(samples.capacity / size) + 1);
-    while (count > 0 && size * static_cast<double>(count) > samples.capacity) {
-      --count;
-    }
-  }
-  return count;
+  return most_within(samples.capacity, samples.size[static_cast<std::size_t>(first)], std::ssize(samples.cost) - first);
 }
 
 /// The least number of micro-batches for samples that each fit alone.
@@ -149,14 +142,14 @@ void CheapestCut::append_ends(std::int64_t end, std::vector<std::int64_t>& ends)
   std::reverse(ends.begin() + static_cast<std::ptrdiff_t>(begin), ends.end());
 }
 
-std::vector<Run> CheapestCut::runs(std::int64_t offset) const {
+std::vector<Run> CheapestCut::runs(std::int64_t end, std::int64_t offset) const {
   std::vector<std::int64_t> ends;
-  append_ends(std::ssize(cost_) - 1, ends);
+  append_ends(end, ends);
   std::vector<Run> runs;
   std::int64_t first = 0;
-  for (const std::int64_t end : ends) {
-    runs.push_back({offset + first, offset + end});
-    first = end;
+  for (const std::int64_t each : ends) {
+    runs.push_back({offset + first, offset + each});
+    first = each;
   }
   return runs;
 }

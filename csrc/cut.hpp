@@ -37,8 +37,8 @@ class CheapestCut {
   [[nodiscard]] std::int64_t batches() const { return batches_.back(); }
   /// Append where each micro-batch of the cheapest cut of the first `end` samples ends, ascending.
   void append_ends(std::int64_t end, std::vector<std::int64_t>& ends) const;
-  /// The micro-batches of the cheapest cut of all samples, where these begin at `offset` of the step.
-  [[nodiscard]] std::vector<Run> runs(std::int64_t offset = 0) const;
+  /// The same as runs, where the samples begin at `offset` of the step.
+  [[nodiscard]] std::vector<Run> runs(std::int64_t end, std::int64_t offset = 0) const;
 
  private:
   /// A micro-batch that begins at sample `first`: ending before sample x it costs base + (x − first) · slope.

@@ -6,6 +6,8 @@
 #include <numeric>
 #include <utility>
 
+#include "relieve.hpp"
+
 namespace chronica {
 namespace {
 
@@ -67,11 +69,8 @@ bool Dealer::deal_by(std::int64_t total, const std::vector<Run>& runs, bool is_l
         break;
       }
       const std::int64_t cost = step_.cost[static_cast<std::size_t>(first)];
-      std::int64_t count = end - first;
-      while (!is_small_enough(first, count, *rank)) {
-        count = std::min(count - 1, static_cast<std::int64_t>(limits_.capacity[static_cast<std::size_t>(*rank)] /
-                                                              step_.size[static_cast<std::size_t>(first)]));
-      }
+      std::int64_t count = most_within(limits_.capacity[static_cast<std::size_t>(*rank)],
+                                       step_.size[static_cast<std::size_t>(first)], end - first);
       const auto aim = static_cast<std::int64_t>(Wide{total} * speeds_[*rank] / speeds_.sum());
       const std::int64_t room = aim - at(*rank).load - step_.fixed;
       if (cost > 0 && count * cost > room) {
@@ -184,19 +183,10 @@ void Dealer::begin_with(const Shares& shares, const std::vector<std::vector<std:
 }
 
 void Dealer::improve(const Time& bound) {
-  const Time near{bound.load + (bound.load >> 12), bound.speed};
-  std::vector<std::int64_t> takers(ranks_.size());
-  std::iota(takers.begin(), takers.end(), std::int64_t{0});
-  const std::int64_t most_rounds = 32 + 4 * speeds_.ranks();
-  for (std::int64_t round = 0; round < most_rounds; ++round) {
-    std::stable_sort(takers.begin(), takers.end(),
-                     [this](std::int64_t a, std::int64_t b) { return time(a) < time(b); });
-    const std::int64_t giver = takers.back();
-    if (!(near < time(giver)) ||
-        !std::any_of(takers.begin(), takers.end() - 1, [&](std::int64_t taker) { return relieve(giver, taker); })) {
-      return;
-    }
-  }
+  constexpr int kNear = 12;
+  relieve_the_last(
+      speeds_.ranks(), bound, kNear, [this](std::int64_t rank) { return time(rank); },
+      [this](std::int64_t giver, std::int64_t taker) { return relieve(giver, taker); });
 }
 
 /// Make the move from `giver` to `taker` that lets both end earliest, if there is one that ends before the giver would.

@@ -4,6 +4,7 @@
 #include <optional>
 #include <vector>
 
+#include "capacity.hpp"
 #include "step.hpp"
 
 namespace chronica {
@@ -73,8 +74,8 @@ class Dealer {
     return count == 0 ? 0 : step_.fixed + count * step_.cost[static_cast<std::size_t>(first_sample)];
   }
   [[nodiscard]] bool is_small_enough(std::int64_t first_sample, std::int64_t count, std::int64_t rank) const {
-    return step_.size[static_cast<std::size_t>(first_sample)] * static_cast<double>(count) <=
-           limits_.capacity[static_cast<std::size_t>(rank)];
+    return is_within(limits_.capacity[static_cast<std::size_t>(rank)],
+                     step_.size[static_cast<std::size_t>(first_sample)], count);
   }
   [[nodiscard]] const Rank& at(std::int64_t rank) const { return ranks_[static_cast<std::size_t>(rank)]; }
   [[nodiscard]] Rank& at(std::int64_t rank) { return ranks_[static_cast<std::size_t>(rank)]; }

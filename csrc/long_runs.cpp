@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cut.hpp"
+#include "capacity.hpp"
 
 namespace chronica {
 namespace {
@@ -19,12 +19,13 @@ std::vector<Run> runs_from(const Step& step, const Speeds& speeds, const Limits&
       break;
     }
     const auto cost = static_cast<double>(step.cost[static_cast<std::size_t>(first)]);
-    const double size = step.size[static_cast<std::size_t>(first)];
     const double room = speeds.load(time, speeds[rank], step.exponent) - static_cast<double>(step.fixed);
-    auto count = static_cast<double>(step.samples() - first);
-    count = cost > 0.0 ? std::min(count, std::ceil(room / cost)) : count;
-    count = size > 0.0 ? std::min(count, limits.capacity[static_cast<std::size_t>(rank)] / size) : count;
-    const std::int64_t end = first + std::max<std::int64_t>(1, static_cast<std::int64_t>(count));
+    const auto left = static_cast<double>(step.samples() - first);
+    const double wanted = cost > 0.0 ? std::min(left, std::ceil(room / cost)) : left;
+    const std::int64_t count =
+        most_within(limits.capacity[static_cast<std::size_t>(rank)], step.size[static_cast<std::size_t>(first)],
+                    static_cast<std::int64_t>(std::max(wanted, 1.0)));
+    const std::int64_t end = first + std::max<std::int64_t>(1, count);
     runs.push_back({first, end});
     first = end;
   }
@@ -33,12 +34,8 @@ std::vector<Run> runs_from(const Step& step, const Speeds& speeds, const Limits&
 
 }  // namespace
 
-std::vector<Run> cheapest_long_runs(const Step& step, const Speeds& speeds, const Limits& limits, double time) {
-  const double largest = *std::max_element(limits.capacity.begin(), limits.capacity.end());
-  CheapestCut cut;
-  if (!cut.solve({step.cost, step.size, largest}, step.fixed)) {
-    return {};
-  }
+std::vector<Run> cheapest_long_runs(const Step& step, const Speeds& speeds, const Limits& limits, double time,
+                                    const CheapestCut& cut) {
   std::vector<Run> best;
   std::int64_t least = 0;
   constexpr std::int64_t kPlaces = 64;

@@ -6,6 +6,8 @@
 #include <numeric>
 #include <vector>
 
+#include "capacity.hpp"
+
 namespace chronica {
 namespace {
 
@@ -29,11 +31,11 @@ std::vector<SpeedClass> group_by_speed(const Speeds& speeds) {
 /// Finds the order of the ranks along the size-sorted samples, and their counts, that keep a given makespan.
 ///
 /// A state is how many ranks of each speed have taken their samples; it remembers the furthest sample they can reach.
-/// Reaching further is never worse (what is left is smaller), so this is exact. With too many states only the order
-/// fastest first is tried.
-class Cutter {
+/// Reaching further is never worse (what is left is smaller), so this is exact. With too many states a fixed order is
+/// tried, fastest first, and improved by exchanges.
+class OneBatchEach {
  public:
-  Cutter(const Step& step, const Speeds& speeds, const Limits& limits)
+  OneBatchEach(const Step& step, const Speeds& speeds, const Limits& limits)
       : step_(step),
         speeds_(speeds),
         limits_(limits),
@@ -113,16 +115,9 @@ class Cutter {
     if (cost > 0) {
       count = std::min(count, room / cost);
     }
-    while (count > 0 && !is_small_enough(first, count, rank)) {
-      count = std::min(count - 1, static_cast<std::int64_t>(limits_.capacity[static_cast<std::size_t>(rank)] /
-                                                            step_.size[static_cast<std::size_t>(first)]));
-    }
+    count = most_within(limits_.capacity[static_cast<std::size_t>(rank)], step_.size[static_cast<std::size_t>(first)],
+                        count);
     return count >= counts_.least ? count : 0;
-  }
-
-  [[nodiscard]] bool is_small_enough(std::int64_t first, std::int64_t count, std::int64_t rank) const noexcept {
-    return step_.size[static_cast<std::size_t>(first)] * static_cast<double>(count) <=
-           limits_.capacity[static_cast<std::size_t>(rank)];
   }
 
   bool fits(Wide makespan) {
@@ -136,9 +131,13 @@ class Cutter {
     reach_[0] = 0;
     for (std::size_t state = 1; state < reach_.size(); ++state) {
       reach_[state] = kUnreachable;
+      std::int64_t ranks_after = speeds_.ranks();
+      for (std::size_t c = 0; c < classes_.size(); ++c) {
+        ranks_after -= static_cast<std::int64_t>(used(state, c));
+      }
       for (std::size_t c = 0; c < classes_.size(); ++c) {
         if (used(state, c) > 0) {
-          extend(state, state - strides_[c], c);
+          extend(state, state - strides_[c], c, ranks_after);
         }
       }
     }
@@ -146,13 +145,9 @@ class Cutter {
   }
 
   /// Let one more rank of class `c` take its samples after the ranks of state `before`.
-  void extend(std::size_t state, std::size_t before, std::size_t c) {
+  void extend(std::size_t state, std::size_t before, std::size_t c, std::int64_t ranks_after) {
     if (reach_[before] == kUnreachable) {
       return;
-    }
-    std::int64_t ranks_after = speeds_.ranks();
-    for (std::size_t each = 0; each < classes_.size(); ++each) {
-      ranks_after -= static_cast<std::int64_t>(used(state, each));
     }
     const std::int64_t count = take(reach_[before], classes_[c].ranks.front(), capacity_[c], ranks_after);
     if (count > 0 && reach_[before] + count > reach_[state]) {
@@ -242,14 +237,17 @@ class Cutter {
       better = false;
       for (std::size_t i = 0; i < order_.size(); ++i) {
         for (std::size_t j = 0; j < order_.size(); ++j) {
-          std::vector<std::int64_t> swapped = order_;
-          std::swap(swapped[i], swapped[j]);
-          better = (i < j && try_order(std::move(swapped))) || better;
-          std::vector<std::int64_t> moved = order_;
-          const std::int64_t rank = moved[i];
-          moved.erase(moved.begin() + static_cast<std::ptrdiff_t>(i));
-          moved.insert(moved.begin() + static_cast<std::ptrdiff_t>(j), rank);
-          better = (i != j && try_order(std::move(moved))) || better;
+          if (i < j) {
+            std::vector<std::int64_t> swapped = order_;
+            std::swap(swapped[i], swapped[j]);
+            better = try_order(std::move(swapped)) || better;
+          }
+          if (i != j) {
+            std::vector<std::int64_t> moved = order_;
+            moved.erase(moved.begin() + static_cast<std::ptrdiff_t>(i));
+            moved.insert(moved.begin() + static_cast<std::ptrdiff_t>(j), order_[i]);
+            better = try_order(std::move(moved)) || better;
+          }
         }
       }
     }
@@ -303,7 +301,9 @@ class Cutter {
 
   [[nodiscard]] bool is_allowed(const RankRun& run, Wide makespan) const {
     const std::int64_t count = run.end - run.first;
-    return count <= counts_.most && is_small_enough(run.first, count, run.rank) &&
+    return count <= counts_.most &&
+           is_within(limits_.capacity[static_cast<std::size_t>(run.rank)],
+                     step_.size[static_cast<std::size_t>(run.first)], count) &&
            step_.fixed + count * step_.cost[static_cast<std::size_t>(run.first)] <=
                capacity(makespan, speeds_[run.rank]);
   }
@@ -337,7 +337,7 @@ class Cutter {
 
 std::optional<Shares> one_batch_each(const Step& step, const Speeds& speeds, const Limits& limits,
                                      std::optional<Time> below) {
-  return Cutter(step, speeds, limits).solve(below);
+  return OneBatchEach(step, speeds, limits).solve(below);
 }
 
 }  // namespace chronica

@@ -3,9 +3,10 @@
 #include <algorithm>
 #include <cstddef>
 #include <functional>
-#include <numeric>
 #include <optional>
 #include <tuple>
+
+#include "relieve.hpp"
 
 namespace chronica {
 namespace {
@@ -77,23 +78,10 @@ class Packer {
 
   /// Relieve the rank that finishes last until it is within 2^-14 of the bound or nobody can take anything from it.
   void improve(const Time& bound) {
-    const Time near{bound.load + (bound.load >> 14), bound.speed};
-    std::vector<std::int64_t> takers(shares_.size());
-    std::iota(takers.begin(), takers.end(), std::int64_t{0});
-    const std::int64_t most_rounds = 32 + 4 * speeds_.ranks();
-    for (std::int64_t round = 0; round < most_rounds; ++round) {
-      std::stable_sort(takers.begin(), takers.end(),
-                       [this](std::int64_t a, std::int64_t b) { return time(a) < time(b); });
-      const std::int64_t giver = takers.back();
-      if (!(near < time(giver))) {
-        return;
-      }
-      const bool relieved = std::any_of(takers.begin(), takers.end() - 1,
-                                        [&](std::int64_t taker) { return exchange_between(giver, taker); });
-      if (!relieved) {
-        return;
-      }
-    }
+    constexpr int kNear = 14;
+    relieve_the_last(
+        speeds_.ranks(), bound, kNear, [this](std::int64_t rank) { return time(rank); },
+        [this](std::int64_t giver, std::int64_t taker) { return exchange_between(giver, taker); });
   }
 
   Shares&& shares() && { return std::move(shares_); }

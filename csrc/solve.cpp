@@ -1,11 +1,8 @@
 #include "solve.hpp"
 
 #include <algorithm>
-#include <array>
-#include <cmath>
 #include <cstddef>
 #include <limits>
-#include <numeric>
 #include <span>
 #include <utility>
 
@@ -160,7 +157,7 @@ class Solver {
       if (cut.batches() != previous) {
         previous = cut.batches();
         Dealer dealer(step_, speeds_, limits_);
-        if (dealer.deal(cut.runs())) {
+        if (dealer.deal(cut.runs(step_.samples()))) {
           improve(dealer);
         }
       }
@@ -175,30 +172,31 @@ class Solver {
 
   /// Give every rank one long run, for the allreduce to overlap with, and deal the rest around them.
   void deal_around_long_runs(double largest) {
+    CheapestCut cut;
+    if (!cut.solve({step_.cost, step_.size, largest}, step_.fixed)) {
+      return;
+    }
     for (const double share : {0.5, 0.75, 1.0}) {  // of the allreduce that the last backward pass is to cover
-      const std::vector<Run> runs = cheapest_long_runs(step_, speeds_, limits_, share * comm_ / kBackwardShare);
-      if (!runs.empty()) {
-        deal_around(runs, largest);
+      const std::vector<Run> runs = cheapest_long_runs(step_, speeds_, limits_, share * comm_ / kBackwardShare, cut);
+      if (runs.empty()) {
+        continue;
+      }
+      std::vector<Run> rest = cut.runs(runs.front().first);
+      const std::vector<Run> behind = runs_behind(runs.back().end, largest);
+      rest.insert(rest.end(), behind.begin(), behind.end());
+      Dealer dealer(step_, speeds_, limits_);
+      if (dealer.deal(rest, runs)) {
+        improve(dealer);
       }
     }
   }
 
-  void deal_around(const std::vector<Run>& long_runs, double largest) {
-    const auto rest_of = [&](std::int64_t first, std::int64_t end) {
-      CheapestCut cut;
-      const auto begin = static_cast<std::size_t>(first);
-      const auto count = static_cast<std::size_t>(end - first);
-      cut.solve({std::span(step_.cost).subspan(begin, count), std::span(step_.size).subspan(begin, count), largest},
-                step_.fixed);
-      return cut.runs(first);
-    };
-    std::vector<Run> rest = rest_of(0, long_runs.front().first);
-    const std::vector<Run> behind = rest_of(long_runs.back().end, step_.samples());
-    rest.insert(rest.end(), behind.begin(), behind.end());
-    Dealer dealer(step_, speeds_, limits_);
-    if (dealer.deal(rest, long_runs)) {
-      improve(dealer);
-    }
+  /// The cheapest cut of the samples from `first` on.
+  [[nodiscard]] std::vector<Run> runs_behind(std::int64_t first, double largest) const {
+    const auto begin = static_cast<std::size_t>(first);
+    CheapestCut cut;
+    cut.solve({std::span(step_.cost).subspan(begin), std::span(step_.size).subspan(begin), largest}, step_.fixed);
+    return cut.runs(step_.samples() - first, first);
   }
 
   void improve(Dealer& dealer) {
@@ -277,17 +275,14 @@ class Solver {
     }
     const double largest = *std::max_element(limits_.capacity.begin(), limits_.capacity.end());
     CheapestCut cut;
-    std::vector<std::int64_t> ends;
     if (!cut.solve({step_.cost, step_.size, largest}, step_.fixed)) {
       return;
     }
-    cut.append_ends(step_.samples(), ends);
     Step as_cut = step_;
     as_cut.padded = false;
-    std::int64_t first = 0;
-    for (const std::int64_t end : ends) {
-      std::fill(as_cut.cost.begin() + first, as_cut.cost.begin() + end, step_.cost[static_cast<std::size_t>(first)]);
-      first = end;
+    for (const Run& run : cut.runs(step_.samples())) {
+      std::fill(as_cut.cost.begin() + run.first, as_cut.cost.begin() + run.end,
+                step_.cost[static_cast<std::size_t>(run.first)]);
     }
     consider(pack(as_cut, speeds_, limits_.counts, room, bound_));
     as_cut.cost = step_.cost;

@@ -6,6 +6,8 @@
 #include <numeric>
 #include <utility>
 
+#include "capacity.hpp"
+
 namespace chronica {
 
 std::int64_t batch_cost(const Step& step, const Share& share, std::int64_t first, std::int64_t end) {
@@ -30,8 +32,8 @@ double Splitter::finish(std::int64_t rank, const Split& split) const {
 std::optional<Split> Splitter::split_padded(std::int64_t rank, const Share& share) {
   const auto count = static_cast<std::int64_t>(share.size());
   const double capacity = limits_.capacity[static_cast<std::size_t>(rank)];
-  const bool fits_whole = step_.size[static_cast<std::size_t>(share.front())] * static_cast<double>(count) <= capacity;
   if (limits_.micro_batches == 1) {
+    const bool fits_whole = is_within(capacity, step_.size[static_cast<std::size_t>(share.front())], count);
     return fits_whole ? std::optional(measured(share, {count})) : std::nullopt;
   }
   cost_.resize(share.size());
@@ -59,7 +61,7 @@ void Splitter::lengthen_last(std::int64_t rank, const Share& share, Split& best)
   cut_.solve({cost_, size_, capacity}, step_.fixed);
   const std::vector<std::int64_t> borders = borders_to_try(std::ssize(share));
   const auto is_allowed = [&](std::size_t i, std::size_t j) {
-    return size_[static_cast<std::size_t>(borders[i])] * static_cast<double>(borders[j] - borders[i]) <= capacity;
+    return is_within(capacity, size_[static_cast<std::size_t>(borders[i])], borders[j] - borders[i]);
   };
   // The cheapest cut of the samples from each border on.
   struct Behind {

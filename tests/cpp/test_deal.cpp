@@ -104,7 +104,7 @@ std::optional<std::vector<Run>> cut_of(const Trial& trial, std::int64_t price) {
   if (!cut.solve({trial.step.cost, trial.step.size, largest}, price)) {
     return std::nullopt;
   }
-  return cut.runs();
+  return cut.runs(trial.step.samples());
 }
 
 void what_is_dealt_keeps_the_limits() {
