@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -85,19 +86,19 @@ class Plan:
 
     def batches(self, step: int, rank: int) -> list[NDArray[np.int64]]:
         """Return the micro-batches of a rank in a step, as read-only arrays of dataset indices; the largest is last."""
-        first, end = self._part(step, rank)
-        return [self.indices[self.offsets[k] : self.offsets[k + 1]] for k in range(first, end)]
+        part = self.part(step, rank)
+        borders = self.offsets[part.start : part.stop + 1].tolist()
+        return [self.indices[first:end] for first, end in itertools.pairwise(borders)]
 
     def micro_weights(self, step: int, rank: int) -> NDArray[np.float64]:
         """Return the factor on the gradient of each micro-batch's mean loss.
 
         They add up to ``weights[step, rank]``; with ``loss_weight="sum"`` each is 1, a filler's 0.
         """
-        first, end = self._part(step, rank)
-        return self.factors[first:end]
+        return self.factors[self.part(step, rank)]
 
-    def _part(self, step: int, rank: int) -> tuple[int, int]:
-        """Return the first and the end of a rank's micro-batches in a step; IndexError beyond the plan."""
+    def part(self, step: int, rank: int) -> slice:
+        """Return which of all micro-batches are a rank's in a step; IndexError beyond the plan."""
         step = checks.integer("step", step)
         rank = checks.integer("rank", rank)
         if not (0 <= step < self.steps and 0 <= rank < self.ranks):
@@ -105,7 +106,7 @@ class Plan:
                 f"the plan has steps 0 to {self.steps - 1} on ranks 0 to {self.ranks - 1}, not ({step}, {rank})"
             )
         place = step * self.ranks + rank
-        return int(self.parts[place]), int(self.parts[place + 1])
+        return slice(int(self.parts[place]), int(self.parts[place + 1]))
 
     @cached_property
     def makespans(self) -> NDArray[np.float64]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -38,6 +40,9 @@ class Weigher:
         self._world = world
         self._name = name
         self._at_work: StepTicket | None = None
+        self._backward_pass = -1  # the one that the last gradient came in
+        self._weight = 1.0
+        self._followed: set[int] = set()  # backward passes of this step whose end will be told
         self._lock = threading.Lock()  # autograd has a thread for each device
         self._expect_passes: Callable[[int, bool], None] = lambda passes, anew: None
         self._accumulators: list[Any] = []  # hooks live as long as these nodes are held
@@ -55,20 +60,40 @@ class Weigher:
             if parameter.requires_grad:
                 node = _accumulator(parameter)
                 node.metadata[_MARK] = True
-                node.register_prehook(self._weigh)
+                node.register_prehook(functools.partial(self._weigh, parameter))
                 self._accumulators.append(node)
 
-    def _weigh(self, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
-        # Asked for every gradient: after a backward pass that failed half way, what it began with is no longer right.
+    def _weigh(
+        self, parameter: torch.nn.Parameter, gradients: tuple[torch.Tensor | None]
+    ) -> tuple[torch.Tensor | None] | None:
+        # Called for every gradient, so what a pass has in common is asked once. By its number: after a pass that failed
+        # half way, what it began with is no longer right.
+        backward_pass = torch._C._current_graph_task_id()
+        if backward_pass != self._backward_pass:
+            self._begin_pass(backward_pass)
+        weight = self._weight
+        if weight == 1.0 or gradients[0] is None:
+            return None
+        return (_weighed(parameter, gradients[0], weight),)
+
+    def _begin_pass(self, backward_pass: int) -> None:
+        """Find out which micro-batch a backward pass belongs to; passes within one come back to the outer one."""
         with self._lock:
-            weight = self._progress.work(torch._C._current_graph_task_id())
+            self._weight = self._progress.work(backward_pass)
             step = self._progress.oldest
             if step is not None and step is not self._at_work:
                 self._expect_passes(len(step.weights), self._at_work is not None)
                 self._at_work = step
-        if weight == 1.0:
-            return None
-        return tuple(gradient if gradient is None else _weighed(gradient, weight) for gradient in gradients)
+            if backward_pass not in self._followed:
+                self._follow(backward_pass)
+            self._backward_pass = backward_pass
+
+    def _follow(self, backward_pass: int) -> None:
+        """Have autograd say when this pass is through; where it cannot, ``synchronize()`` is taken for the end."""
+        self._followed.add(backward_pass)
+        ended = functools.partial(self._progress.end_compute, self._progress.place)
+        with contextlib.suppress(RuntimeError):
+            torch.autograd.Variable._execution_engine.queue_callback(ended)
 
     def refuse_unwatched(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Raise a RuntimeError if a trainable parameter is not weighed; on all ranks alike, and before any collective.
@@ -99,6 +124,10 @@ class Weigher:
         """Whether a step has begun that is not finished, by a backward pass or by taking its first micro-batch."""
         return self._at_work is not None or self._progress.is_surely_begun
 
+    def end_compute(self) -> None:
+        """Note that the step's compute is over, if autograd has not said so."""
+        self._progress.end_unended_compute()
+
     def compare_plans(self) -> None:
         """In the first step of every block, make sure that all ranks hold the same plan.
 
@@ -111,10 +140,11 @@ class Weigher:
         if ticket is not None and ticket.step % BLOCK_STEPS == 0:
             compare_plans(self._world, self._name, ticket.fingerprint, ticket.epoch, ticket.step)
 
-    def finish_step(self) -> None:
-        """Note that the gradients of the step at work have been combined."""
+    def finish_step(self, synchronize_ns: int = 0, finished_ns: int = 0) -> None:
+        """Note that the gradients of the step at work have been combined, how long that took and when it was."""
         self._at_work = None
-        self._progress.finish()
+        self._followed.clear()
+        self._progress.finish(synchronize_ns, finished_ns)
 
 
 def refuse_weighed(parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -140,6 +170,28 @@ def _has_gradient(parameter: torch.nn.Parameter) -> bool:
     return bool((gradient.coalesce().values() if gradient.is_sparse else gradient).any())
 
 
-def _weighed(gradient: torch.Tensor, weight: float) -> torch.Tensor:
-    """Return a new tensor: the old one may be shared. Weight 0 replaces, since 0 · NaN is NaN."""
+def _weighed(parameter: torch.nn.Parameter, gradient: torch.Tensor, weight: float) -> torch.Tensor | None:
+    """Return what is to be accumulated, ``None`` if it has been: a product with an addition costs no more than that.
+
+    The gradient itself is not changed, it may be shared. Weight 0 replaces, since 0 · NaN is NaN.
+    """
+    if _adds_in_place(parameter, gradient):
+        _accumulate(parameter, gradient, weight)
+        return None
     return gradient * weight if weight != 0.0 else torch.zeros_like(gradient)
+
+
+def _adds_in_place(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> bool:
+    """Whether autograd would do nothing but add this gradient to the parameter's in place."""
+    return (
+        parameter.grad is not None
+        and parameter.grad.layout is gradient.layout is torch.strided
+        and not torch.is_grad_enabled()
+        and not parameter._post_accumulate_grad_hooks
+    )
+
+
+def _accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor, weight: float) -> None:
+    """Do what autograd's accumulation would do with the product."""
+    if weight != 0.0:
+        parameter.grad.add_(gradient, alpha=weight)  # type: ignore[union-attr]
