@@ -15,6 +15,7 @@ class Loop:
     """A loader and an optimizer reduced to what the weigher sees of them."""
 
     def __init__(self, *parameters: torch.nn.Parameter) -> None:
+        self.parameters = parameters
         self.progress = Progress()
         self.weigher = Weigher(self.progress, World(0, 1), "test")
         self.progress.attach(self.weigher, 0)
@@ -136,6 +137,68 @@ def test_a_shared_gradient_is_not_changed_in_place() -> None:
     assert gradient.tolist() == [1.0, 4.0]
     assert p.grad is not None
     assert p.grad.tolist() == [2.0, 8.0]
+
+
+def accumulate(loop: Loop, weights: list[float]) -> None:
+    """Have the loop's parameter get the gradients 3 and 5, once with each weight."""
+    for weight in weights:
+        loop.take(weight)
+        (loop.parameters[0] * torch.tensor([3.0, 5.0])).sum().backward()
+        loop.weigher.finish_step()
+
+
+def test_what_is_added_to_a_gradient_is_weighed_in_place() -> None:
+    p = parameter(1.0, 2.0)
+    loop = Loop(p)
+    p.grad = held = torch.tensor([1.0, 1.0])
+    seen: list[list[float]] = []
+    p.register_hook(lambda gradient: seen.append(gradient.tolist()))
+    accumulate(loop, [0.5, 0.0, 2.0, 1.0])
+    assert p.grad is held
+    assert held.tolist() == [1.0 + 3 * 3.5, 1.0 + 5 * 3.5]
+    assert seen == [[3.0, 5.0]] * 4  # hooks of the user's see every gradient
+
+
+def test_hooks_after_the_accumulation_see_every_weighed_gradient() -> None:
+    p = parameter(1.0, 2.0)
+    seen: list[list[float]] = []
+    p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.tolist()))
+    accumulate(Loop(p), [0.5, 0.0, 2.0])
+    assert seen == [[1.5, 2.5], [1.5, 2.5], [7.5, 12.5]]
+
+
+def test_hooks_of_the_accumulator_are_called_for_every_gradient() -> None:
+    p = parameter(1.0, 2.0)
+    called: list[int] = []
+    node = p.expand_as(p).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    node.register_hook(lambda *_: called.append(1))  # as Horovod's, which sends what has been accumulated
+    accumulate(Loop(p), [0.5, 0.0, 2.0])
+    assert len(called) == 3
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+def test_a_gradient_that_can_be_differentiated_again_is_not_changed_in_place() -> None:
+    p = parameter(1.0, 2.0)
+    loop = Loop(p)
+    for weight in (2.0, 3.0):
+        loop.take(weight)
+        (p**2).sum().backward(create_graph=True)
+        loop.weigher.finish_step()
+    assert p.grad is not None
+    (second,) = torch.autograd.grad(p.grad.sum(), [p])
+    assert (p.grad.tolist(), second.tolist()) == ([10.0, 20.0], [10.0, 10.0])
+    p.grad = None  # else the two would hold each other for ever
+
+
+def test_sparse_gradients_accumulate_with_their_weights() -> None:
+    table = torch.nn.Embedding(4, 1, sparse=True)
+    loop = Loop(table.weight)
+    for weight, row in ((0.5, 0), (2.0, 1), (0.0, 1), (3.0, 0)):
+        loop.take(weight)
+        table(torch.tensor([row])).sum().backward()
+        loop.weigher.finish_step()
+    assert table.weight.grad is not None
+    assert table.weight.grad.to_dense().flatten().tolist() == [3.5, 2.0, 0.0, 0.0]
 
 
 def test_autograd_grad_is_not_weighed() -> None:
