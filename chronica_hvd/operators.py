@@ -166,7 +166,7 @@ def _weight(name: str, args: Any, inputs: list[torch.Tensor], outputs: list[torc
 
 
 def _coordinate_pairs(a: torch.Tensor, b: torch.Tensor) -> int:
-    """Return how many coordinates are compared: each point's of ``a`` (..., P, M) with each one's of ``b`` (..., R, M)."""
+    """Return how many pairs of coordinates the points of ``a`` (..., P, M) and of ``b`` (..., R, M) make."""
     return a.numel() * b.shape[-2]
 
 
