@@ -202,7 +202,7 @@ def _count(model: torch.nn.Module, size: int, arguments: Arguments, on_meta: boo
     """Run a new copy of the model, for it may keep something from one call to the next."""
     copy_tensor = _as_shape if on_meta else torch.clone
     watch = OperatorWatch(_tensors_of(model))
-    with _countable(), torch.inference_mode(False), torch.enable_grad():
+    with _countable(), torch.inference_mode(False):  # which also enables gradients
         replica = _copied(model, copy_tensor, "the model")
         positional, keywords = _copied(arguments, copy_tensor, f"the input that make_batch({size}) returned")
         with watch, FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
