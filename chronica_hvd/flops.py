@@ -49,8 +49,8 @@ class FlopModel(CostModel):
         how well FLOPs predict time.
     uncounted
         Operators without a FLOP formula, heaviest first, with estimated FLOPs, summed over ``sizes`` (compare with
-        ``sum(counted)``): at least the elements that they read or wrote; NaN where the weight cannot be known. They
-        are not in ``counted`` unless nothing else was.
+        ``sum(counted)``): at least the elements that they read or wrote; infinite where the weight cannot be known.
+        They are not in ``counted`` unless nothing else was.
     """
 
     sizes: tuple[int, ...] = ()
@@ -126,11 +126,11 @@ def estimate(model: torch.nn.Module, make_batch: Callable[[int], Any], sizes: An
         batches = {size: _arguments(make_batch, size) for size in chosen}
         counts, weights = zip(*_count_all(model, batches), strict=True)
     names = {name for each in weights for name in each}
-    total = {name: math.fsum(each.get(name, 0.0) for each in weights) for name in names}
-    uncounted = tuple(sorted(total.items(), key=lambda item: (not math.isnan(item[1]), -item[1], item[0])))
+    total = {name: sum(each.get(name, 0.0) for each in weights) for name in names}
+    uncounted = tuple(sorted(total.items(), key=lambda item: (-item[1], item[0])))
     _warn_of_uncounted(uncounted, sum(counts))
     if not any(counts):
-        counts = tuple(math.fsum(weight for weight in each.values() if not math.isnan(weight)) for each in weights)
+        counts = tuple(sum(weight for weight in each.values() if math.isfinite(weight)) for each in weights)
     if not any(counts):
         raise ValueError("the model computes nothing that could be counted; fit a CostModel to measured times")
     return _fitted(chosen, counts, uncounted)
@@ -286,8 +286,8 @@ def _trainable(output: Any) -> list[torch.Tensor]:
 
 
 def _warn_of_uncounted(uncounted: tuple[tuple[str, float], ...], counted: float) -> None:
-    unknown = [name for name, weight in uncounted if math.isnan(weight)]
-    known = {name: weight for name, weight in uncounted if not math.isnan(weight)}
+    unknown = [name for name, weight in uncounted if math.isinf(weight)]
+    known = {name: weight for name, weight in uncounted if math.isfinite(weight)}
     missed = []
     if unknown:
         missed.append(f"{', '.join(unknown)}, whose weight is unknown")

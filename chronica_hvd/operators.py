@@ -27,7 +27,7 @@ _SORTS = {"sort", "topk", "unique", "_unique2", "kthvalue", "median"}
 
 
 def _product_flops(a: torch.Tensor, b: torch.Tensor) -> int:
-    """Two for each multiply-add of a matrix product; those with the zeros of a sparse matrix are not computed."""
+    """Two for each multiply-add of (batched) matrix products; those with zeros of a sparse matrix are not computed."""
     columns = b.shape[-1] if b.ndim > 1 else 1
     if b.layout != torch.strided:
         return 2 * _stored(b) * a.shape[0]
@@ -53,10 +53,13 @@ def _convolution_backward(gradient: Any, image: Any, weight: Any, *others: Any, 
     return int(2 * samples * math.prod(positions) * weight.numel() * (wanted[0] + wanted[1]))
 
 
-#: Formulas that torch's counter lacks (matrix × vector), or has for dense matrices and convolutions of one group only.
+_PRODUCTS = ("mm", "mv", "dot", "vdot")
+_ADDED_PRODUCTS = ("addmm", "addmm_", "addmv", "addmv_", "baddbmm_", "addbmm", "addbmm_", "_sparse_addmm")
+#: Formulas that torch's counter lacks (matrix × vector, sums in place), or has for dense matrices and convolutions of
+#: one group only.
 FORMULAS: dict[Any, Callable[..., int]] = {
-    **dict.fromkeys((torch.ops.aten.mm, torch.ops.aten.mv, torch.ops.aten.dot, torch.ops.aten.vdot), _product),
-    **dict.fromkeys((torch.ops.aten.addmm, torch.ops.aten.addmv, torch.ops.aten._sparse_addmm), _added_product),
+    **{getattr(torch.ops.aten, name): _product for name in _PRODUCTS},
+    **{getattr(torch.ops.aten, name): _added_product for name in _ADDED_PRODUCTS},
     torch.ops.aten.convolution_backward: _convolution_backward,
 }
 for _formula in FORMULAS.values():
@@ -88,7 +91,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, originals: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._originals = {id(tensor): tensor for tensor in originals}
-        #: Estimated FLOPs by operator; NaN where the weight cannot be known.
+        #: Estimated FLOPs by operator; infinite where the weight cannot be known.
         self.weights: dict[str, float] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -142,7 +145,7 @@ def _weight(name: str, args: Any, inputs: list[torch.Tensor], outputs: list[torc
     """Return about how many FLOPs an operator takes: at least the elements read or written; 0 for factories."""
     namespace, _, operator = name.partition(".")
     if namespace not in _OWN_NAMESPACES or _FUSED.search(operator):
-        return math.nan
+        return math.inf
     if not outputs or operator.endswith("_like") or operator.startswith("new_") or operator in _VIEWS:
         return 0.0
     largest = max(inputs + outputs, key=torch.Tensor.numel)
