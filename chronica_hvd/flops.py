@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import random
 import warnings
@@ -18,12 +17,12 @@ from numpy.typing import NDArray
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
-from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from chronica_hvd import checks
 from chronica_hvd.cost import CostModel, non_negative_least_squares
 from chronica_hvd.operators import FORMULAS, OperatorWatch, SharedTensorError, tensors_in
+from chronica_hvd.replica import as_shape, copied
 
 #: How many sizes are counted at most: three determine the polynomial, the others show whether it fits.
 MOST_SIZES = 7
@@ -200,11 +199,11 @@ def _count_all(model: torch.nn.Module, batches: Mapping[int, Arguments]) -> list
 
 def _count(model: torch.nn.Module, size: int, arguments: Arguments, on_meta: bool) -> tuple[int, dict[str, float]]:
     """Run a new copy of the model, for it may keep something from one call to the next."""
-    copy_tensor = _as_shape if on_meta else torch.clone
+    copy_tensor = as_shape if on_meta else torch.clone
     watch = OperatorWatch(_tensors_of(model))
     with _countable(), torch.inference_mode(False):  # which also enables gradients
-        replica = _copied(model, copy_tensor, "the model")
-        positional, keywords = _copied(arguments, copy_tensor, f"the input that make_batch({size}) returned")
+        replica = copied(model, copy_tensor, "the model")
+        positional, keywords = copied(arguments, copy_tensor, f"the input that make_batch({size}) returned")
         with watch, FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
             try:
                 with torch.device("meta") if on_meta else contextlib.nullcontext():
@@ -228,10 +227,6 @@ def _count(model: torch.nn.Module, size: int, arguments: Arguments, on_meta: boo
     return counter.get_total_flops(), watch.weights
 
 
-def _as_shape(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to("meta", copy=True)
-
-
 @contextlib.contextmanager
 def _countable() -> Iterator[None]:
     """Switch fused kernels off that torch's counter takes for nothing, and warnings, which training will show."""
@@ -249,32 +244,6 @@ def _countable() -> Iterator[None]:
         for switch, was_enabled in zip(switches, were_enabled, strict=True):
             switch.enabled = was_enabled
         torch.backends.mha.set_fastpath_enabled(fast_path)
-
-
-class _TensorCopies(TorchFunctionMode):
-    """Says how ``copy.deepcopy`` copies tensors, also those that are no leaves, which it would refuse."""
-
-    def __init__(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self._copy_tensor = copy_tensor
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.Tensor.__deepcopy__, torch.Tensor.clone):  # a parameter clones its data
-            return self._copy_tensor(args[0].detach()).requires_grad_(args[0].requires_grad)
-        return func(*args, **(kwargs or {}))
-
-
-def _copied(original: Any, copy_tensor: Callable[[torch.Tensor], torch.Tensor], name: str) -> Any:
-    """Return a deep copy that shares no tensor with the original; tensors that were one stay one."""
-    try:
-        with _TensorCopies(copy_tensor):
-            return copy.deepcopy(original)
-    except Exception as error:
-        raise TypeError(
-            f"{name} cannot be copied, so FLOPs cannot be counted without changing it: {type(error).__name__}: "
-            f"{error}; remove what cannot be copied (locks, open files, process groups), or give the plain module "
-            "that a wrapper holds"
-        ) from error
 
 
 def _trainable(output: Any) -> list[torch.Tensor]:
