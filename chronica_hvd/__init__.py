@@ -36,6 +36,7 @@ from chronica_hvd.timer import StepTimer
 from chronica_hvd.world import World
 
 if TYPE_CHECKING:
+    from chronica_hvd import flops
     from chronica_hvd.gather import average
     from chronica_hvd.loader import DataLoader
     from chronica_hvd.optimizer import DistributedOptimizer
@@ -50,15 +51,17 @@ __all__ = [
     "StepTimer",
     "World",
     "average",
+    "flops",
     "plan",
 ]
 
-#: Names that need torch, imported when first asked for: name → module.
+#: Names that need torch, imported when first asked for: name → module (the module itself where they are the same).
 _NEEDS_TORCH = {
     "BatchSampler": "sampler",
     "DataLoader": "loader",
     "DistributedOptimizer": "optimizer",
     "average": "gather",
+    "flops": "flops",
 }
 
 
@@ -69,7 +72,7 @@ def __getattr__(name: str) -> Any:
         module = importlib.import_module(f"{__name__}.{_NEEDS_TORCH[name]}")
     except ImportError as error:
         raise ImportError(f"{__name__}.{name} needs torch, which does not import here: {error}") from error
-    value = getattr(module, name)
+    value = module if name == _NEEDS_TORCH[name] else getattr(module, name)
     globals()[name] = value
     return value
 

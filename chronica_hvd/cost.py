@@ -99,24 +99,25 @@ class CostModel:
         if (elapsed == 0).any():
             raise ValueError(f"elapsed_ns of the records must be positive; position {int(np.argmin(elapsed))} holds 0")
         columns = np.stack([np.ones_like(elapsed), *work], axis=1) / elapsed[:, None]  # (records, 4)
-        fixed, per_sample, per_size, per_size2 = _non_negative_least_squares(columns, np.ones_like(elapsed))
+        fixed, per_sample, per_size, per_size2 = non_negative_least_squares(columns, np.ones_like(elapsed))
         return cls(fixed, per_sample, per_size, per_size2)
 
 
-def _non_negative_least_squares(columns: NDArray[np.float64], target: NDArray[np.float64]) -> list[float]:
+def non_negative_least_squares(columns: NDArray[np.float64], target: NDArray[np.float64]) -> list[float]:
     """Return x ≥ 0 that minimises |columns · x − target|², trying every set of non-zero coefficients."""
     scale = np.linalg.norm(columns, axis=0)
     scale[scale == 0.0] = 1.0
     count = columns.shape[1]
     best = np.zeros(count)
     least = float(target @ target)
+    rounding = 1e-24 * least
     for chosen in (list(c) for size in range(1, count + 1) for c in combinations(range(count), size)):
         solution, _, rank, _ = np.linalg.lstsq(columns[:, chosen] / scale[chosen], target, rcond=None)
         if rank < len(chosen) or (solution < 0).any():
             continue
         residual = columns[:, chosen] / scale[chosen] @ solution - target
         # More coefficients must earn their place: a tie within rounding keeps the simpler model.
-        if float(residual @ residual) < least * (1.0 - 1e-9):
+        if float(residual @ residual) < least * (1.0 - 1e-9) - rounding:
             least = float(residual @ residual)
             best = np.zeros(count)
             best[chosen] = solution / scale[chosen]

@@ -26,7 +26,7 @@ timer.stop()
 assert timer.drain()["samples"].tolist() == [1]
 assert chronica.World(rank=0, size=2).size == 2
 assert chronica.Plan.__name__ == "Plan"
-for name in ("BatchSampler", "DataLoader", "DistributedOptimizer", "average"):
+for name in ("BatchSampler", "DataLoader", "DistributedOptimizer", "average", "flops"):
     try:
         getattr(chronica, name)
     except ImportError as error:
@@ -57,7 +57,7 @@ def test_planning_needs_neither_torch_nor_horovod() -> None:
     fingerprint, *errors, _ = run(WITHOUT_TORCH)
     cost = chronica.CostModel(per_size2=0.5)
     assert fingerprint == chronica.plan([5, 3, 8, 1], ranks=2, batch_size=2, cost=cost).fingerprint
-    assert len(errors) == 4
+    assert len(errors) == 5
     assert all("torch" in error for error in errors)
 
 
@@ -74,6 +74,10 @@ def test_importing_does_not_import_torch() -> None:
     assert loaded[0] == "set()"
 
 
+def test_flops_is_there_after_importing_the_package() -> None:
+    assert run("import chronica_hvd; print(chronica_hvd.flops.estimate.__name__)")[0] == "estimate"
+
+
 def test_public_names() -> None:
     assert set(chronica.__all__) <= set(dir(chronica))
     for name in chronica.__all__:
@@ -88,8 +92,9 @@ def test_public_names() -> None:
         _ = chronica.Sampler
 
 
-def test_the_example_in_the_docstring() -> None:
-    results = doctest.testmod(chronica)
+@pytest.mark.parametrize("module", [chronica, chronica.flops])
+def test_the_example_in_the_docstring(module: types.ModuleType) -> None:
+    results = doctest.testmod(module)
     assert results.attempted > 0
     assert results.failed == 0
 
