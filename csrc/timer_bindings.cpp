@@ -13,7 +13,9 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <thread>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -36,30 +38,39 @@ using PythonTimer = chronica::StepTimer<PythonClock>;
 /// Where events are recorded: asked of Python before the timer is touched, the device once and the stream each time.
 class CurrentStream {
  public:
-  CurrentStream() = default;
   CurrentStream(py::object device, py::object current_stream)
       : device_(std::move(device)), current_stream_(std::move(current_stream)) {}
 
   int device() {
     if (PyCallable_Check(device_.ptr()) != 0) {
-      const py::object index = device_();
-      device_ = index;
+      py::object index = device_();
+      device_ = std::move(index);
     }
-    return py::cast<int>(device_);
+    const long index = PyLong_AsLong(device_.ptr());
+    raise_if_failed();
+    if (!std::in_range<int>(index)) {
+      throw py::value_error("device must be the index of a device, not " + std::to_string(index));
+    }
+    return static_cast<int>(index);
   }
 
   chronica::cuda::Stream stream() {
     PyObject* arguments[] = {device_.ptr()};
     const auto handle =
         py::reinterpret_steal<py::object>(PyObject_Vectorcall(current_stream_.ptr(), arguments, 1, nullptr));
-    void* stream = handle ? PyLong_AsVoidPtr(handle.ptr()) : nullptr;
-    if (PyErr_Occurred() != nullptr) {
-      throw py::error_already_set();
-    }
+    raise_if_failed();
+    void* stream = PyLong_AsVoidPtr(handle.ptr());
+    raise_if_failed();
     return static_cast<chronica::cuda::Stream>(stream);
   }
 
  private:
+  static void raise_if_failed() {
+    if (PyErr_Occurred() != nullptr) {
+      throw py::error_already_set();
+    }
+  }
+
   py::object device_;  // an index, or until the first start a function that returns one
   py::object current_stream_;
 };
