@@ -180,6 +180,8 @@ PyObject* call(PyObject* self, Action action) {
     Py_RETURN_NONE;
   } catch (py::error_already_set& error) {
     error.restore();
+  } catch (const py::builtin_exception& error) {
+    error.set_error();
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
   }
@@ -287,6 +289,12 @@ py::object text_or_none(std::string_view text) {
   return text.empty() ? py::object(py::none()) : py::object(py::str(text));
 }
 
+/// What Python reads from a timer.
+template <class Get>
+auto reader(Get get) {
+  return [get](const py::object& self) { return checked_timer(self).with(get); };
+}
+
 }  // namespace
 
 void register_timer(py::module_& module) {
@@ -300,25 +308,11 @@ void register_timer(py::module_& module) {
            py::arg("device") = py::none(), py::arg("current_stream") = py::none(), py::kw_only(),
            py::arg("clock") = py::none())
       .def("drain", &drain)
-      .def_property_readonly("overwritten",
-                             [](const py::object& self) {
-                               return checked_timer(self).with([](auto& kind) { return kind.overwritten(); });
-                             })
-      .def_property_readonly(
-          "skipped",
-          [](const py::object& self) { return checked_timer(self).with([](auto& kind) { return kind.skipped(); }); })
-      .def_property_readonly("failure",
-                             [](const py::object& self) {
-                               return checked_timer(self).with([](auto& kind) { return text_or_none(kind.failure()); });
-                             })
-      .def_property_readonly(
-          "clock",
-          [](const py::object& self) {
-            return checked_timer(self).with([](auto& kind) { return std::string(kind.clock_name()); });
-          })
-      .def_property_readonly("capacity", [](const py::object& self) {
-        return checked_timer(self).with([](auto& kind) { return kind.capacity(); });
-      });
+      .def_property_readonly("overwritten", reader([](auto& kind) { return kind.overwritten(); }))
+      .def_property_readonly("skipped", reader([](auto& kind) { return kind.skipped(); }))
+      .def_property_readonly("failure", reader([](auto& kind) { return text_or_none(kind.failure()); }))
+      .def_property_readonly("clock", reader([](auto& kind) { return std::string(kind.clock_name()); }))
+      .def_property_readonly("capacity", reader([](auto& kind) { return kind.capacity(); }));
   for (PyMethodDef& method : timer_methods) {
     auto* type = reinterpret_cast<PyTypeObject*>(timer.ptr());
     timer.attr(method.ml_name) = py::reinterpret_steal<py::object>(PyDescr_NewMethod(type, &method));
