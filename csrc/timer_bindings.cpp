@@ -19,9 +19,9 @@
 #include <variant>
 #include <vector>
 
+#include "clock_bindings.hpp"
 #include "cuda_driver.hpp"
 #include "event_clock.hpp"
-#include "python_clock.hpp"
 #include "steady_clock.hpp"
 #include "step_timer.hpp"
 
