@@ -13,7 +13,6 @@ import torch
 import torch.utils.checkpoint
 
 import chronica_hvd as chronica
-from chronica_hvd.progress import StepTicket
 from chronica_hvd.timing import STEP_FIELDS, Timing, Work
 from chronica_hvd.weigh import Weigher
 
@@ -279,11 +278,14 @@ def test_a_failing_device_is_told_once() -> None:
 
 
 def test_flops_are_the_estimate_of_the_cost() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
-    cost = chronica.flops.estimate(model, lambda size: torch.ones(size, 4), [2, 5, 9])
-    sampler = chronica.BatchSampler(SIZES, 4, num_replicas=1, rank=0, cost=cost)
-    tickets: list[StepTicket] = list(sampler.tickets())
-    for ticket in tickets:
-        for work in ticket.work:
-            # Per position: two layers' products forward and for their weights, and those for the hidden layer.
-            assert work.flops == work.size * 2 * (2 * (16 + 4) + 4)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    cost = chronica.flops.estimate(model, lambda size: torch.ones(size, 64), [2, 5, 9])
+    training = Training(cost=cost, micro_batches="auto")
+    for step in training.loader.steps():
+        for _ in step:
+            training.loss().backward()
+        training.synchronize()
+    records = training.timing.micro_batches()
+    # Per position: the products of both layers forward and for their weights, and those for the hidden values.
+    assert records["flops"].tolist() == (records["size"] * 2 * 64 * 64 * 5).tolist()
+    assert (records["flops"] > 0).all()
