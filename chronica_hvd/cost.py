@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,9 @@ class CostModel:
     per_size: float = 1.0
     per_size2: float = 0.0
     rank_scale: Sequence[float] | None = None
+
+    #: Whether the unit is FLOPs, so that timer records can carry the prediction as theirs.
+    is_in_flops: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name in COEFFICIENTS:

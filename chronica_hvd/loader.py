@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator, Sized
 from typing import Any
 
@@ -141,11 +142,15 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self, iteration: int, ticket: StepTicket, batches: Iterator[tuple[int, Any]], first: int
     ) -> Iterator[Any]:
         """Yield the step's micro-batches; its first is number ``first`` of the epoch."""
-        for expected, (number, batch) in enumerate(batches, first):
+        for expected in itertools.count(first):
+            asked_ns = time.monotonic_ns()
+            number, batch = next(batches, (None, None))
+            if number is None:
+                return
             if number != expected:
                 raise RuntimeError(
                     f"a micro-batch of step {ticket.step} was asked for, but those before it were not all taken: go "
                     "through every step to its end, one after the other"
                 )
-            self.batch_sampler.progress.hand_out(iteration, ticket)
+            self.batch_sampler.progress.hand_out(iteration, ticket, time.monotonic_ns() - asked_ns)
             yield batch

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from chronica_hvd import checks
 from chronica_hvd.sampler import BatchSampler
+from chronica_hvd.timing import Timing
 from chronica_hvd.weigh import Weigher, refuse_weighed
 from chronica_hvd.world import horovod
 
@@ -51,8 +53,9 @@ def DistributedOptimizer(  # noqa: N802 (it takes the place of hvd.DistributedOp
 
     Returns
     -------
-    Horovod's optimizer, an instance of the given optimizer's class, with the attribute ``weight``: the gradient
-    factor of the micro-batch at work.
+    Horovod's optimizer, an instance of the given optimizer's class, with two more attributes: ``weight``, the gradient
+    factor of the micro-batch at work, and ``timing``, what steps and micro-batches took (a
+    :class:`chronica_hvd.timing.Timing`; ``None`` without a sampler).
 
     Raises
     ------
@@ -82,7 +85,7 @@ def DistributedOptimizer(  # noqa: N802 (it takes the place of hvd.DistributedOp
     if not hvd.is_initialized():
         raise RuntimeError("Horovod is not initialised: call hvd.init() first")
     if sampler is None:
-        return _with_weight(hvd.DistributedOptimizer(optimizer, named_parameters, **options), None)
+        return _with_figures(hvd.DistributedOptimizer(optimizer, named_parameters, **options), None, None)
 
     options["process_set"] = _shared_process_set(sampler, options.get("process_set"), hvd)
     if passes > 1:
@@ -92,10 +95,11 @@ def DistributedOptimizer(  # noqa: N802 (it takes the place of hvd.DistributedOp
     # The sampler may have been told its rank by hand; the plans are compared over the ranks that combine gradients.
     world = dataclasses.replace(sampler.world, process_set=options["process_set"])
     weigher = Weigher(sampler.progress, world, name=str(next(_numbers)))
-    sampler.progress.attach(weigher, lookahead)
+    timing = Timing(_device(parameters))
+    sampler.progress.attach(weigher, lookahead, timing)
     wrapped = hvd.DistributedOptimizer(optimizer, named_parameters, **options)
     weigher.watch(parameters, functools.partial(_expect_passes, wrapped))
-    return _with_weigher(_with_weight(wrapped, sampler), weigher)
+    return _with_weigher(_with_figures(wrapped, sampler, timing), weigher)
 
 
 def _check_reduction(options: dict[str, Any], hvd: Any) -> None:
@@ -147,10 +151,16 @@ def _expect_passes(wrapped: Any, passes: int, anew: bool) -> None:
         wrapped.set_backward_passes_per_step(passes)
 
 
-def _with_weight(wrapped: Any, sampler: BatchSampler | None) -> Any:
+def _device(parameters: Iterable[torch.nn.Parameter]) -> torch.device | None:
+    """Return the CUDA device that the model's compute begins and its backward pass ends on, if it has one."""
+    return next((parameter.device for parameter in parameters if parameter.is_cuda), None)
+
+
+def _with_figures(wrapped: Any, sampler: BatchSampler | None, timing: Timing | None) -> Any:
     # Horovod makes a class for each object; subclassing that recurses for ever (it calls super(self.__class__, self)),
     # so the class itself gets what is ours.
     type(wrapped).weight = property(lambda _: 1.0 if sampler is None else sampler.weight)
+    type(wrapped).timing = property(lambda _: timing)
     return wrapped
 
 
@@ -165,10 +175,13 @@ def _with_weigher(wrapped: Any, weigher: Weigher) -> Any:
             parameters = [parameter for group in self.param_groups for parameter in group["params"]]
             weigher.refuse_unwatched(parameters)
             weigher.refuse_incomplete(parameters)
+            weigher.end_compute()
+            begin = time.monotonic_ns()
             weigher.compare_plans()
         horovods_synchronize(self)
         if is_first:
-            weigher.finish_step()
+            end = time.monotonic_ns()
+            weigher.finish_step(end - begin, end)
 
     type(wrapped).synchronize = synchronize
     return wrapped

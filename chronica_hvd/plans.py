@@ -96,6 +96,11 @@ class Plan:
         first, end = self._part(step, rank)
         return self.factors[first:end]
 
+    def micro_lengths(self, step: int, rank: int) -> NDArray[np.float64]:
+        """Return the length each micro-batch is padded to; without padding the sum of its sizes."""
+        first, end = self._part(step, rank)
+        return self.lengths[first:end]
+
     def _part(self, step: int, rank: int) -> tuple[int, int]:
         """Return the first and the end of a rank's micro-batches in a step; IndexError beyond the plan."""
         step = checks.integer("step", step)

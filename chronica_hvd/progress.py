@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import deque
 from dataclasses import dataclass
 
+from chronica_hvd.timing import Place, Timing, Work
+
 
 @dataclass(frozen=True)
 class StepTicket:
-    """A step as the loader hands it out: what the optimizer needs to weigh its gradients.
+    """A step as the loader hands it out: what the optimizer needs to weigh its gradients and to time it.
 
-    ``weights`` are this rank's gradient factors, one per micro-batch.
+    ``weights`` are this rank's gradient factors, ``work`` what is computed; one each per micro-batch.
     """
 
     epoch: int
     step: int
     weights: tuple[float, ...]
     fingerprint: str
+    work: tuple[Work, ...] = ()
 
 
 @dataclass
@@ -25,8 +29,10 @@ class OpenStep:
     """How far the loop has come with a step: micro-batches taken, and those that a backward pass has reached."""
 
     ticket: StepTicket
+    number: int = 0  # of the steps taken since training began
     taken: int = 0
     reached: int = 0
+    data_wait_ns: int = 0
     backward_pass: int = -1  # the one that reached the last of them
 
     @property
@@ -58,9 +64,11 @@ class Progress:
         self._compared = 0  # the iteration whose plan was compared over the ranks last
         self._owner: weakref.ref[object] | None = None  # of an optimizer
         self._lookahead: int | None = None  # None without an optimizer
+        self._timing: Timing | None = None
+        self._numbers = itertools.count()
 
-    def attach(self, owner: object, lookahead: int) -> None:
-        """Note who finishes the steps, and how many further ones a wrapper may have taken ahead.
+    def attach(self, owner: object, lookahead: int, timing: Timing | None = None) -> None:
+        """Note who finishes the steps, how many further ones a wrapper may have taken ahead, and who times them.
 
         Raises
         ------
@@ -74,6 +82,7 @@ class Progress:
             )
         self._owner = weakref.ref(owner)
         self._lookahead = lookahead
+        self._timing = timing
 
     def begin(self) -> int:
         """Start an iteration over the loader and forget what an earlier one left; returns its number."""
@@ -81,8 +90,8 @@ class Progress:
         self._iteration += 1
         return self._iteration
 
-    def hand_out(self, iteration: int, ticket: StepTicket) -> None:
-        """Note that the loop takes a step's next micro-batch.
+    def hand_out(self, iteration: int, ticket: StepTicket, data_wait_ns: int = 0) -> None:
+        """Note that the loop takes a step's next micro-batch, for which it waited so long.
 
         Raises
         ------
@@ -97,9 +106,11 @@ class Progress:
         if not self._open or self._open[-1].ticket is not ticket:
             if self._lookahead is None:
                 self._open.clear()
-            self._open.append(OpenStep(ticket))
+            self._open.append(OpenStep(ticket, next(self._numbers)))
         self._open[-1].taken += 1
+        self._open[-1].data_wait_ns += data_wait_ns
         self._finished = None
+        self._time_next()
 
     def end(self, iteration: int) -> None:
         """Note that the loader has no further step; what was read ahead remains to be worked on.
@@ -169,10 +180,41 @@ class Progress:
                 "is taken (or for none of the step's, on every rank, to skip the step)"
             )
 
-    def finish(self) -> None:
-        """Note that the optimizer has finished the oldest open step, if there is one."""
-        if self._open:
-            self._finished = self._open.popleft()
+    def finish(self, synchronize_ns: int = 0, finished_ns: int = 0) -> None:
+        """Note that the optimizer has finished the oldest open step, if there is one, and how long it waited for it."""
+        if not self._open:
+            return
+        step = self._finished = self._open.popleft()
+        if self._timing is not None:
+            ticket = step.ticket
+            self._timing.finish(ticket.epoch, ticket.step, step.data_wait_ns, synchronize_ns, finished_ns)
+        self._time_next()
+
+    def end_compute(self, place: Place) -> None:
+        """Note that a backward pass of a micro-batch is through."""
+        if self._timing is not None:
+            self._timing.end(place)
+            self._time_next()
+
+    def end_unended_compute(self) -> None:
+        """Note that the backward pass of the micro-batch at work is through, if it had one and nobody has said so."""
+        if self._timing is None or not self._open or self._open[0].reached == 0:
+            return
+        if self._timing.is_open(self.place):
+            self.end_compute(self.place)
+
+    def _time_next(self) -> None:
+        """Have the time of the micro-batch begin that is the next to be computed, if it is taken already.
+
+        Usually it is the one just taken. Where a wrapper reads ahead it was taken before, and the loop gets it when the
+        wrapper has taken another one or, if there is none, when the one before it is through.
+        """
+        if self._timing is None:
+            return
+        for step in self._open:
+            if step.reached < step.taken:
+                self._timing.begin((step.number, step.reached), step.ticket.step, step.ticket.work[step.reached])
+                return
 
     @property
     def is_surely_begun(self) -> bool:
@@ -226,9 +268,19 @@ class Progress:
         self._compared = self._iteration
         return True
 
+    @property
+    def place(self) -> Place:
+        """Which micro-batch is at work in the oldest open step."""
+        step = self._open[0]
+        return step.number, self._at_work(step)
+
     def _weight(self, step: OpenStep) -> float:
-        """Return the factor of the micro-batch at work: taken last or, where a wrapper reads ahead, reached last."""
-        return step.ticket.weights[(max(step.reached, 1) if self._lookahead else step.taken) - 1]
+        """Return the factor of the micro-batch at work."""
+        return step.ticket.weights[self._at_work(step)]
+
+    def _at_work(self, step: OpenStep) -> int:
+        """Return which micro-batch is at work: taken last or, where a wrapper reads ahead, reached last."""
+        return (max(step.reached, 1) if self._lookahead else step.taken) - 1
 
     def _oldest_unless_too_many(self) -> OpenStep:
         lookahead = self._lookahead or 0

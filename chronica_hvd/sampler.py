@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -133,11 +134,13 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
 
     def tickets(self) -> Iterator[StepTicket]:
         """Yield what the optimizer will need to know of each step of this epoch's plan."""
-        plan, epoch, rank = self.plan, self._epoch, self.world.rank
-        return (
-            StepTicket(epoch, step, tuple(plan.micro_weights(step, rank).tolist()), plan.fingerprint)
-            for step in range(plan.steps)
-        )
+        return map(functools.partial(self._ticket, self.plan, self._epoch), range(self.plan.steps))
+
+    def _ticket(self, plan: Plan, epoch: int, step: int) -> StepTicket:
+        rank = self.world.rank
+        batches = zip(plan.batches(step, rank), plan.micro_lengths(step, rank).tolist(), strict=True)
+        work = tuple(self._planner.workload.work(batch, length) for batch, length in batches)
+        return StepTicket(epoch, step, tuple(plan.micro_weights(step, rank).tolist()), plan.fingerprint, work)
 
     def steps(self) -> Iterator[list[list[int]]]:
         """Yield the micro-batches of each step."""

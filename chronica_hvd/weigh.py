@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -38,6 +40,7 @@ class Weigher:
         self._world = world
         self._name = name
         self._at_work: StepTicket | None = None
+        self._followed: set[int] = set()  # backward passes of this step whose end will be told
         self._lock = threading.Lock()  # autograd has a thread for each device
         self._expect_passes: Callable[[int, bool], None] = lambda passes, anew: None
         self._accumulators: list[Any] = []  # hooks live as long as these nodes are held
@@ -61,7 +64,10 @@ class Weigher:
     def _weigh(self, gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
         # Asked for every gradient: after a backward pass that failed half way, what it began with is no longer right.
         with self._lock:
-            weight = self._progress.work(torch._C._current_graph_task_id())
+            backward_pass = torch._C._current_graph_task_id()
+            weight = self._progress.work(backward_pass)
+            if backward_pass not in self._followed:
+                self._follow(backward_pass)
             step = self._progress.oldest
             if step is not None and step is not self._at_work:
                 self._expect_passes(len(step.weights), self._at_work is not None)
@@ -69,6 +75,13 @@ class Weigher:
         if weight == 1.0:
             return None
         return tuple(gradient if gradient is None else _weighed(gradient, weight) for gradient in gradients)
+
+    def _follow(self, backward_pass: int) -> None:
+        """Have autograd say when this pass is through; where it cannot, ``synchronize()`` is taken for the end."""
+        self._followed.add(backward_pass)
+        ended = functools.partial(self._progress.end_compute, self._progress.place)
+        with contextlib.suppress(RuntimeError):
+            torch.autograd.Variable._execution_engine.queue_callback(ended)
 
     def refuse_unwatched(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Raise a RuntimeError if a trainable parameter is not weighed; on all ranks alike, and before any collective.
@@ -99,6 +112,10 @@ class Weigher:
         """Whether a step has begun that is not finished, by a backward pass or by taking its first micro-batch."""
         return self._at_work is not None or self._progress.is_surely_begun
 
+    def end_compute(self) -> None:
+        """Note that the step's compute is over, if autograd has not said so."""
+        self._progress.end_unended_compute()
+
     def compare_plans(self) -> None:
         """In the first step of every block, make sure that all ranks hold the same plan.
 
@@ -111,10 +128,11 @@ class Weigher:
         if ticket is not None and ticket.step % BLOCK_STEPS == 0:
             compare_plans(self._world, self._name, ticket.fingerprint, ticket.epoch, ticket.step)
 
-    def finish_step(self) -> None:
-        """Note that the gradients of the step at work have been combined."""
+    def finish_step(self, synchronize_ns: int = 0, finished_ns: int = 0) -> None:
+        """Note that the gradients of the step at work have been combined, how long that took and when it was."""
         self._at_work = None
-        self._progress.finish()
+        self._followed.clear()
+        self._progress.finish(synchronize_ns, finished_ns)
 
 
 def refuse_weighed(parameters: Iterable[torch.nn.Parameter]) -> None:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from chronica_hvd import checks
 from chronica_hvd.cost import CostModel
 from chronica_hvd.options import PlanOptions
+from chronica_hvd.timing import Work
 
 #: A rank this many times slower than the fastest is a mistake rather than a machine.
 LARGEST_SPEED_RATIO = 2.0**20
@@ -77,6 +78,19 @@ class Workload:
     def costs(self, samples: NDArray[np.int64], lengths: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return what each sample adds to its micro-batch (padded: where it is the longest)."""
         return self.cost.sample_costs(lengths) if isinstance(self.cost, CostModel) else self.cost[samples]
+
+    def work(self, batch: NDArray[np.int64], length: float) -> Work:
+        """Return what is computed for a micro-batch of these samples, padded to ``length``."""
+        samples = len(batch)
+        if self._is_padded:
+            size, size2 = samples * length, samples * length**2
+        else:
+            sizes = self.lengths(batch)
+            size, size2 = float(sizes.sum()), float((sizes * sizes).sum())
+        flops = 0
+        if isinstance(self.cost, CostModel) and self.cost.is_in_flops:
+            flops = self.cost.predict(samples, size, size2)
+        return Work(samples, *(min(round(amount), checks.LARGEST_INT64) for amount in (size, size2, flops)))
 
     def _padded(self, sizes: NDArray[Any]) -> NDArray[np.float64]:
         lengths: NDArray[np.float64] = sizes.astype(np.float64)

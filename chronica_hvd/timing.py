@@ -1,0 +1,112 @@
+"""Measure: what each micro-batch and each step of the training loop took on this rank."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chronica_hvd.timer import StepTimer
+
+#: Tells micro-batches apart: the number of their step since training began, and their place in it.
+Place = tuple[int, int]
+
+STEP_FIELDS = ("epoch", "step", "data_wait_ns", "synchronize_ns", "finished_ns")
+
+
+class Work(NamedTuple):
+    """What a micro-batch holds: as the fields of the same names of :class:`StepTimer`'s records."""
+
+    samples: int
+    size: int
+    size2: int
+    flops: int
+
+
+class Timing:
+    """The times of this rank's steps: ``optimizer.timing``.
+
+    Compute is timed on the device (see :class:`StepTimer`) from the moment the loop takes a micro-batch until its
+    backward pass is through, so that neither loading nor waiting for other ranks is in it; the rest by the host's
+    clock. Nothing here waits for the device.
+
+    Parameters
+    ----------
+    device
+        Where the model computes, as for :class:`StepTimer`.
+    capacity
+        How many micro-batches, and how many steps, are kept until they are asked for.
+
+    Attributes
+    ----------
+    timer
+        The timer of the micro-batches.
+    """
+
+    def __init__(self, device: Any = None, capacity: int = 4096) -> None:
+        self.timer = StepTimer(device, capacity)
+        self._steps: deque[tuple[int, ...]] = deque(maxlen=capacity)
+        self._steps_overwritten = 0
+        self._open: Place | None = None
+        self._ended: Place | None = None  # the last one
+        self._has_warned = False
+
+    def micro_batches(self) -> NDArray[Any]:
+        """Return the records of the micro-batches computed since the last call, oldest first, and forget them.
+
+        As :meth:`StepTimer.drain`: ``step`` is the step of its epoch; ``samples``, ``size`` and ``size2`` are what was
+        computed (padded: n, n · max and n · max²; fillers included); ``flops`` is the estimate, where the sampler's
+        cost comes from :func:`chronica_hvd.flops.estimate`, and else 0. What a device has not finished yet comes next
+        time.
+        """
+        return self.timer.drain()
+
+    def steps(self) -> NDArray[Any]:
+        """Return the records of the steps synchronized since the last call, oldest first, and forget them.
+
+        A structured array of int64: ``epoch``, ``step``, ``data_wait_ns`` (waiting for the loader, over all of the
+        step's micro-batches), ``synchronize_ns`` (spent in ``synchronize()``: on the host that is waiting for the
+        slowest rank and the allreduce; on a CUDA device also for the rest of the own compute), and ``finished_ns``,
+        when it returned (as ``time.monotonic_ns()``).
+        """
+        records = np.array(list(self._steps), dtype=[(name, "<i8") for name in STEP_FIELDS])
+        self._steps.clear()
+        return records
+
+    @property
+    def overwritten(self) -> int:
+        """How many records, of micro-batches or steps, were lost because nobody asked for them in time."""
+        return self.timer.overwritten + self._steps_overwritten
+
+    def begin(self, place: Place, step: int, work: Work) -> None:
+        """Note that the compute of a micro-batch begins; one that has begun and not ended is given up."""
+        self._open = place
+        self.timer.start(step, *work)
+
+    def is_open(self, place: Place) -> bool:
+        """Whether the compute of this micro-batch has begun and not ended."""
+        return self._open == place
+
+    def end(self, place: Place) -> None:
+        """Note that a backward pass of a micro-batch is through; of several the last one counts."""
+        if self.is_open(place):
+            self._open, self._ended = None, place
+            self.timer.stop()
+        elif place == self._ended:
+            self.timer.extend()
+
+    def finish(self, *record: int) -> None:
+        """Keep the record of a step that has been synchronized: the fields of :meth:`steps`."""
+        self._steps_overwritten += len(self._steps) == self._steps.maxlen
+        self._steps.append(record)
+        if self.timer.failure and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"micro-batches could not be timed on the device ({self.timer.failure}); training is not affected, "
+                f"but {self.timer.skipped} records are missing so far",
+                RuntimeWarning,
+                stacklevel=2,
+            )
