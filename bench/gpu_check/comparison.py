@@ -1,0 +1,117 @@
+"""The same work timed by StepTimer and by another clock, one around the other by turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from gpu_check.device import Device
+
+TOLERANCE = 0.01  # of the other clock's median
+SLACK_NS = 5_000.0
+#: Measurements enqueued behind one hold of the queue, and how long the hold is: longer than the host needs for them.
+BURST = 20
+HOLD_S = 0.01
+
+
+@dataclass
+class Comparison:
+    """Pairs of measurements, in nanoseconds.
+
+    Attributes
+    ----------
+    ours_ns, other_ns
+        By StepTimer and by the other clock, of the same work.
+    slack_ns
+        By how much the medians may differ besides 1 %.
+    """
+
+    ours_ns: list[float] = field(default_factory=list)
+    other_ns: list[float] = field(default_factory=list)
+    slack_ns: float = SLACK_NS
+
+    @property
+    def _differences_ns(self) -> Any:
+        return np.subtract(self.ours_ns, self.other_ns)
+
+    def holds(self) -> bool:
+        """Whether the median difference is within 1 % and the slack."""
+        allowed_ns = TOLERANCE * float(np.median(self.other_ns)) + self.slack_ns
+        return abs(float(np.median(self._differences_ns))) <= allowed_ns
+
+    def figures(self) -> dict[str, Any]:
+        """Return the medians and the largest difference."""
+        return {
+            "measurements": len(self.ours_ns),
+            "ours_median_ms": round(float(np.median(self.ours_ns)) / 1e6, 6),
+            "other_median_ms": round(float(np.median(self.other_ns)) / 1e6, 6),
+            "median_difference_us": round(float(np.median(self._differences_ns)) / 1e3, 3),
+            "largest_difference_us": round(float(np.abs(self._differences_ns).max()) / 1e3, 3),
+        }
+
+
+def compare(
+    device: Device,
+    timer: Any,
+    work: Callable[[], object],
+    repeats: int,
+    aside: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> dict[str, Comparison]:
+    """Time ``work`` so often, ours outside of the other clock and inside of it by turns.
+
+    ``aside`` is entered after the starts and left after the stops.
+
+    Raises
+    ------
+    RuntimeError
+        A measurement is missing.
+    """
+    others = []
+    for turn in range(repeats):
+        if turn % BURST == 0:
+            device.synchronize()
+            device.hold(HOLD_S)
+        others.append(device.reference())
+        clocks = [timer, others[-1]] if turn % 2 == 0 else [others[-1], timer]
+        for clock in clocks:
+            clock.start()
+        with aside():
+            work()
+            for clock in reversed(clocks):
+                clock.stop()
+    device.synchronize()
+    ours_ns = harvest(timer, repeats)["elapsed_ns"].tolist()
+    other_ns = [other.elapsed_ns() for other in others]
+    return {
+        "ours_outside": Comparison(ours_ns[0::2], other_ns[0::2]),
+        "ours_inside": Comparison(ours_ns[1::2], other_ns[1::2]),
+    }
+
+
+def harvest(timer: Any, expected: int) -> Any:
+    """Return the records of a timer whose device is through; a RuntimeError where one is missing."""
+    records = timer.drain()
+    if len(records) != expected:
+        raise RuntimeError(
+            f"{len(records)} of {expected} measurements came back; {timer.skipped} were skipped, "
+            f"{timer.overwritten} overwritten, last driver error: {timer.failure}"
+        )
+    return records
+
+
+def worst(comparisons: dict[str, dict[str, Comparison]]) -> str:
+    """Return a line on the case whose clocks differ most."""
+    figures = {
+        f"{case}, {order}": comparison.figures()
+        for case, orders in comparisons.items()
+        for order, comparison in orders.items()
+    }
+    case = max(figures, key=lambda case: abs(figures[case]["median_difference_us"]))
+    return (
+        f"clocks differ most in {case}: {figures[case]['median_difference_us']:+.1f} us of "
+        f"{figures[case]['other_median_ms']:.3f} ms (medians)"
+    )
