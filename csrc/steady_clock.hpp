@@ -2,22 +2,40 @@
 
 #include <chrono>
 #include <cstdint>
+#include <string_view>
+
+#include "clock.hpp"
 
 namespace chronica {
 
-/// The host's steady clock: a mark is the time itself and is complete as soon as it is taken.
-///
-/// A clock for `StepTimer` has these members; one whose marks complete later (device events) says so in `ready`.
-struct SteadyClock {
-  using Mark = std::int64_t;
+/// Nanoseconds of the host's steady clock.
+inline std::int64_t steady_ns() noexcept {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+}
 
-  static Mark mark() noexcept {
-    const auto now = std::chrono::steady_clock::now().time_since_epoch();
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+/// The clock of work that the host does itself: an interval is complete as soon as it has ended.
+struct SteadyClock {
+  struct Interval {
+    std::int64_t start_ns = 0;
+    std::int64_t stop_ns = 0;
+  };
+
+  static bool begin(Interval& interval) noexcept {
+    interval.start_ns = steady_ns();
+    return true;
   }
-  static bool ready(Mark /*stop*/) noexcept { return true; }
-  static std::int64_t start_ns(Mark start) noexcept { return start; }
-  static std::int64_t elapsed_ns(Mark start, Mark stop) noexcept { return stop - start; }
+  static bool end(Interval& interval) noexcept {
+    interval.stop_ns = steady_ns();
+    return true;
+  }
+  static Reading read(const Interval& interval) noexcept {
+    return {Reading::State::kComplete, interval.stop_ns - interval.start_ns};
+  }
+  static std::int64_t start_ns(const Interval& interval) noexcept { return interval.start_ns; }
+  static void release(Interval& /*interval*/) noexcept {}
+  static std::string_view failure() noexcept { return {}; }
+  static std::string_view name() noexcept { return "steady clock"; }
 };
 
 }  // namespace chronica

@@ -124,6 +124,30 @@ def test_timers_are_independent() -> None:
     assert [timer.drain()["step"].tolist() for timer in timers] == [[0], [1]]
 
 
+def test_the_last_measurement_is_extended() -> None:
+    timer = chronica.StepTimer()
+    timer.extend()  # nothing was stopped
+    timer.start(step=1)
+    timer.stop()
+    timer.start(step=2)
+    time.sleep(0.01)
+    timer.extend()  # the one stopped last, though another has begun
+    timer.stop()
+    first, second = timer.drain()
+    assert (first["step"], second["step"]) == (1, 2)
+    assert first["elapsed_ns"] >= 10_000_000
+    assert first["start_ns"] + first["elapsed_ns"] >= second["start_ns"] + 10_000_000
+    timer.extend()  # it was drained
+    assert len(timer.drain()) == 0
+
+
+def test_the_host_clock_fails_never() -> None:
+    timer = chronica.StepTimer()
+    timer.start()
+    timer.stop()
+    assert (timer.clock, timer.skipped, timer.failure) == ("steady clock", 0, None)
+
+
 def test_it_measures_time() -> None:
     timer, other = chronica.StepTimer(), chronica.StepTimer()
     timer.start()
@@ -154,10 +178,11 @@ def test_misuse_of_the_type_does_not_crash() -> None:
     with pytest.raises(TypeError, match="__init__"):
         Unfinished()
     bare = chronica.StepTimer.__new__(chronica.StepTimer)
-    for method in (bare.start, bare.stop):
+    for method in (bare.start, bare.stop, bare.extend):
         with pytest.raises(RuntimeError, match="__init__"):
             method()
-    for function in (chronica.StepTimer.start, chronica.StepTimer.stop, chronica.StepTimer.drain):
+    methods = (chronica.StepTimer.start, chronica.StepTimer.stop, chronica.StepTimer.extend, chronica.StepTimer.drain)
+    for function in methods:
         with pytest.raises(TypeError, match="StepTimer"):
             function(object())  # type: ignore[arg-type]
 
@@ -178,7 +203,7 @@ except RuntimeError as error:
 """
 
 
-@pytest.mark.parametrize("first", ["drain()", "overwritten", "capacity"])
+@pytest.mark.parametrize("first", ["extend()", "drain()", "overwritten", "skipped", "failure", "clock", "capacity"])
 def test_nothing_is_read_before_init(first: str) -> None:
     # In a process of its own: what is read without a check is memory that nobody has written.
     program = NOT_INITIALISED.format(first=first)
@@ -194,8 +219,9 @@ def test_host_devices(device: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"device": "cuda"}, NotImplementedError, "CUDA device is not built yet"),
-        ({"device": torch.device("cuda", 1)}, NotImplementedError, "CUDA device is not built yet"),
+        ({"device": "cuda:"}, ValueError, "device must be None, 'cpu' or 'cuda', not 'cuda:'; one of several is"),
+        ({"device": "cuda:-1"}, ValueError, "device must be None, 'cpu' or 'cuda', not 'cuda:-1'"),
+        ({"device": "cuda:one"}, ValueError, "device must be None, 'cpu' or 'cuda', not 'cuda:one'"),
         ({"device": "tpu"}, ValueError, "device must be None, 'cpu' or 'cuda', not 'tpu'"),
         ({"device": 3}, ValueError, "device must be None, 'cpu' or 'cuda', not 3"),
         ({"device": "CPU"}, ValueError, "device must be None, 'cpu' or 'cuda', not 'CPU'"),

@@ -1,0 +1,316 @@
+// The timer for Python: one type, whatever the clock. All of it runs under the GIL, which serialises threads that share
+// a timer; nothing of it waits, so there is nothing to release the GIL for. Only a clock written in Python may hand the
+// GIL to another thread in the middle of a call, so such a timer has a lock of its own.
+//
+// The hot methods only read a clock and keep it; they are METH_FASTCALL methods, because pybind11's own dispatch of
+// keywords costs several times what they do.
+
+#include "timer_bindings.hpp"
+
+#include <pybind11/numpy.h>
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <variant>
+#include <vector>
+
+#include "cuda_driver.hpp"
+#include "event_clock.hpp"
+#include "python_clock.hpp"
+#include "steady_clock.hpp"
+#include "step_timer.hpp"
+
+namespace py = pybind11;
+
+namespace {
+
+using chronica::Record;
+using chronica::Work;
+using HostTimer = chronica::StepTimer<chronica::SteadyClock>;
+using EventTimer = chronica::StepTimer<chronica::EventClock>;
+using PythonTimer = chronica::StepTimer<PythonClock>;
+
+/// Where events are recorded: asked of Python before the timer is touched, the device once and the stream each time.
+class CurrentStream {
+ public:
+  CurrentStream() = default;
+  CurrentStream(py::object device, py::object current_stream)
+      : device_(std::move(device)), current_stream_(std::move(current_stream)) {}
+
+  int device() {
+    if (PyCallable_Check(device_.ptr()) != 0) {
+      const py::object index = device_();
+      device_ = index;
+    }
+    return py::cast<int>(device_);
+  }
+
+  chronica::cuda::Stream stream() {
+    PyObject* arguments[] = {device_.ptr()};
+    const auto handle =
+        py::reinterpret_steal<py::object>(PyObject_Vectorcall(current_stream_.ptr(), arguments, 1, nullptr));
+    void* stream = handle ? PyLong_AsVoidPtr(handle.ptr()) : nullptr;
+    if (PyErr_Occurred() != nullptr) {
+      throw py::error_already_set();
+    }
+    return static_cast<chronica::cuda::Stream>(stream);
+  }
+
+ private:
+  py::object device_;  // an index, or until the first start a function that returns one
+  py::object current_stream_;
+};
+
+/// What is inside a Python object of the type.
+class Timer {
+ public:
+  Timer(std::size_t capacity, const py::object& device, const py::object& current_stream, const py::object& clock)
+      : kind_(choose(capacity, device, current_stream, clock)), place_(device, current_stream) {}
+
+  void start(const Work& work) {
+    if (auto* host = std::get_if<HostTimer>(&kind_)) {
+      host->start(work);
+    } else if (auto* events = std::get_if<EventTimer>(&kind_)) {
+      const int device = place_.device();
+      events->start(work, device, place_.stream());
+    } else {
+      const Turn turn(*this);
+      std::get<PythonTimer>(kind_).start(work);
+    }
+  }
+
+  /// Do something with the timer, whichever it is.
+  template <class Action>
+  auto with(Action action) {
+    if (auto* python = std::get_if<PythonTimer>(&kind_)) {
+      const Turn turn(*this);
+      return action(*python);
+    }
+    return std::visit(action, kind_);
+  }
+
+ private:
+  using Kind = std::variant<HostTimer, EventTimer, PythonTimer>;
+
+  /// One thread at a time, to the end of its call, though its clock may release the GIL.
+  class Turn {
+   public:
+    explicit Turn(Timer& timer) : timer_(timer) {
+      if (timer.owner_ == std::this_thread::get_id()) {
+        throw std::runtime_error("a StepTimer's clock must not call this timer");
+      }
+      if (!timer.lock_.try_lock()) {
+        const py::gil_scoped_release release;
+        timer.lock_.lock();
+      }
+      timer.owner_ = std::this_thread::get_id();
+    }
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+    ~Turn() {
+      timer_.owner_ = std::thread::id();
+      timer_.lock_.unlock();
+    }
+
+   private:
+    Timer& timer_;
+  };
+
+  static Kind choose(std::size_t capacity, const py::object& device, const py::object& current_stream,
+                     const py::object& clock) {
+    if (!clock.is_none()) {
+      if (!device.is_none() || !current_stream.is_none()) {
+        throw py::type_error("StepTimer() takes either device and current_stream, or clock");
+      }
+      return Kind(std::in_place_type<PythonTimer>, capacity, PythonClock(clock));
+    }
+    if (device.is_none() && current_stream.is_none()) {
+      return Kind(std::in_place_type<HostTimer>, capacity);
+    }
+    if (!PyLong_Check(device.ptr()) && PyCallable_Check(device.ptr()) == 0) {
+      throw py::type_error("device must be an int, or a function that returns one, not " +
+                           std::string(py::repr(device)));
+    }
+    if (PyCallable_Check(current_stream.ptr()) == 0) {
+      throw py::type_error("current_stream must be a function of the device that returns a stream as an int, not " +
+                           std::string(py::repr(current_stream)));
+    }
+    return Kind(std::in_place_type<EventTimer>, capacity, chronica::EventClock(capacity + 1));
+  }
+
+  Kind kind_;
+  CurrentStream place_;
+  std::mutex lock_;        // for a clock written in Python
+  std::thread::id owner_;  // of the lock; read and written under the GIL
+};
+
+/// The timer inside a Python object that is known to be one; null (with an error set) before its __init__ has run.
+Timer* timer_of(PyObject* self) {
+  auto* instance = reinterpret_cast<py::detail::instance*>(self);
+  auto* timer = static_cast<Timer*>(instance->get_value_and_holder().value_ptr());
+  if (timer == nullptr) {
+    PyErr_SetString(PyExc_RuntimeError, "StepTimer.__init__() was not called");
+  }
+  return timer;
+}
+
+/// Do something with that timer for the interpreter, which takes no C++ exceptions.
+template <class Action>
+PyObject* call(PyObject* self, Action action) {
+  Timer* timer = timer_of(self);
+  if (timer == nullptr) {
+    return nullptr;
+  }
+  try {
+    action(*timer);
+    Py_RETURN_NONE;
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+constexpr const char* kStartNames[] = {"step", "samples", "size", "size2", "flops"};
+constexpr Py_ssize_t kStartCount = 5;
+PyObject* start_names[kStartCount];  // the same, interned: a keyword is found by its address
+
+/// The place of a keyword of `start`, or -1.
+Py_ssize_t find_start_name(PyObject* keyword) {
+  for (Py_ssize_t i = 0; i < kStartCount; ++i) {
+    if (keyword == start_names[i]) {
+      return i;
+    }
+  }
+  for (Py_ssize_t i = 0; i < kStartCount; ++i) {
+    if (PyUnicode_Compare(keyword, start_names[i]) == 0) {
+      return i;
+    }
+  }
+  return -1;
+}
+
+PyObject* timer_start(PyObject* self, PyObject* const* args, Py_ssize_t positional, PyObject* keywords) {
+  std::int64_t values[kStartCount] = {};
+  bool given[kStartCount] = {};
+  if (positional > kStartCount) {
+    PyErr_Format(PyExc_TypeError,
+                 "start() takes at most 5 arguments (step, samples, size, size2, flops), %zd were given", positional);
+    return nullptr;
+  }
+  const Py_ssize_t named = keywords == nullptr ? 0 : PyTuple_GET_SIZE(keywords);
+  for (Py_ssize_t i = 0; i < positional + named; ++i) {
+    Py_ssize_t place = i;
+    if (i >= positional) {
+      PyObject* keyword = PyTuple_GET_ITEM(keywords, i - positional);
+      place = find_start_name(keyword);
+      if (place < 0) {
+        PyErr_Format(PyExc_TypeError, "start() has no argument %R; it takes step, samples, size, size2, flops",
+                     keyword);
+        return nullptr;
+      }
+    }
+    if (given[place]) {
+      PyErr_Format(PyExc_TypeError, "start() got %s twice", kStartNames[place]);
+      return nullptr;
+    }
+    given[place] = true;
+    values[place] = PyLong_AsLongLong(args[i]);
+    if (values[place] == -1 && PyErr_Occurred() != nullptr) {
+      return nullptr;
+    }
+  }
+  return call(self, [&values](Timer& timer) { timer.start({values[0], values[1], values[2], values[3], values[4]}); });
+}
+
+PyObject* timer_stop(PyObject* self, PyObject* /*unused*/) {
+  return call(self, [](Timer& timer) {
+    if (!timer.with([](auto& kind) { return kind.stop(); })) {
+      throw std::runtime_error("stop() without start()");
+    }
+  });
+}
+
+PyObject* timer_extend(PyObject* self, PyObject* /*unused*/) {
+  return call(self, [](Timer& timer) { timer.with([](auto& kind) { kind.extend(); }); });
+}
+
+/// The timer inside any Python object. pybind11's own conversion would make up one whose __init__ has not run.
+Timer& checked_timer(const py::object& self) {
+  if (!py::isinstance<Timer>(self)) {
+    throw py::type_error("a StepTimer is needed");
+  }
+  Timer* timer = timer_of(self.ptr());
+  if (timer == nullptr) {
+    throw py::error_already_set();
+  }
+  return *timer;
+}
+
+PyMethodDef timer_methods[] = {
+    {"start", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&timer_start)), METH_FASTCALL | METH_KEYWORDS,
+     "start($self, step=0, samples=0, size=0, size2=0, flops=0)\n--\n\nBegin a measurement of the given work."},
+    {"stop", &timer_stop, METH_NOARGS, "stop($self)\n--\n\nEnd the measurement that start() began."},
+    {"extend", &timer_extend, METH_NOARGS,
+     "extend($self)\n--\n\nLet the measurement stopped last end now instead, unless it was drained or skipped."},
+};
+
+py::array drain(const py::object& self) {
+  const std::vector<Record> records = checked_timer(self).with([](auto& kind) { return kind.drain(); });
+  // One flat dtype instead of a nested one: a record is seven int64 without padding.
+  static_assert(sizeof(Record) == 7 * sizeof(std::int64_t));
+  py::list fields;
+  for (const char* name : {"step", "samples", "size", "size2", "flops", "start_ns", "elapsed_ns"}) {
+    fields.append(py::make_tuple(name, "<i8"));
+  }
+  const py::dtype dtype = py::dtype::from_args(fields);
+  return py::array(dtype, {static_cast<py::ssize_t>(records.size())}, records.data());
+}
+
+/// A text, or None for the empty one.
+py::object text_or_none(std::string_view text) {
+  return text.empty() ? py::object(py::none()) : py::object(py::str(text));
+}
+
+}  // namespace
+
+void register_timer(py::module_& module) {
+  for (Py_ssize_t i = 0; i < kStartCount; ++i) {
+    start_names[i] = PyUnicode_InternFromString(kStartNames[i]);
+  }
+
+  py::class_<Timer> timer(module, "StepTimer");
+  timer
+      .def(py::init<std::size_t, const py::object&, const py::object&, const py::object&>(), py::arg("capacity"),
+           py::arg("device") = py::none(), py::arg("current_stream") = py::none(), py::kw_only(),
+           py::arg("clock") = py::none())
+      .def("drain", &drain)
+      .def_property_readonly("overwritten",
+                             [](const py::object& self) {
+                               return checked_timer(self).with([](auto& kind) { return kind.overwritten(); });
+                             })
+      .def_property_readonly(
+          "skipped",
+          [](const py::object& self) { return checked_timer(self).with([](auto& kind) { return kind.skipped(); }); })
+      .def_property_readonly("failure",
+                             [](const py::object& self) {
+                               return checked_timer(self).with([](auto& kind) { return text_or_none(kind.failure()); });
+                             })
+      .def_property_readonly(
+          "clock",
+          [](const py::object& self) {
+            return checked_timer(self).with([](auto& kind) { return std::string(kind.clock_name()); });
+          })
+      .def_property_readonly("capacity", [](const py::object& self) {
+        return checked_timer(self).with([](auto& kind) { return kind.capacity(); });
+      });
+  for (PyMethodDef& method : timer_methods) {
+    auto* type = reinterpret_cast<PyTypeObject*>(timer.ptr());
+    timer.attr(method.ml_name) = py::reinterpret_steal<py::object>(PyDescr_NewMethod(type, &method));
+  }
+  module.def("cuda_driver_problem", [] { return text_or_none(chronica::cuda::driver().problem); });
+}
