@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -49,6 +50,12 @@ BLOCKS = (
 def main(given: Sequence[str] | None = None, blocks: Sequence[Block] = BLOCKS) -> int:
     """Run the blocks; returns 0 if every one ran and every criterion holds, else 1."""
     options = arguments(given, blocks)
+    with tempfile.TemporaryDirectory() as folder:
+        return check(options, blocks, Path(folder) if "build" in options.blocks else None)
+
+
+def check(options: argparse.Namespace, blocks: Sequence[Block], package: Path | None) -> int:
+    """Run the chosen blocks, the package being built into a folder or, without one, installed."""
     end = time.monotonic() + options.limit_s
     chosen = [block for block in blocks if block.name in options.blocks]
     left_out = [block.name for block in chosen if block.needs_cuda and options.device == "cpu"]
@@ -60,10 +67,13 @@ def main(given: Sequence[str] | None = None, blocks: Sequence[Block] = BLOCKS) -
         "left_out": left_out,
     }
     report = Report(options.output, heading)
-    setting = Setting(options.device, options.quick, options.package)
+    setting = Setting(options.device, options.quick, package)
     about = runner.run("gpu_check.machine:run", setting, min(MACHINE_BUDGET_S, options.limit_s))
     report.put("machine", about.get("figures", about))
     print(f"{'machine':<16}{about.get('summary', about.get('error'))}", flush=True)
+    if "error" in about:
+        print(f"nothing can be checked here; the report is {options.output}")
+        return 1
     for block in chosen:
         if block.name in left_out:
             continue
@@ -72,7 +82,7 @@ def main(given: Sequence[str] | None = None, blocks: Sequence[Block] = BLOCKS) -
         if left_s < LEAST_S:
             entry = {"seconds": 0.0, "error": f"no time is left of the {options.limit_s:.0f} s"}
         else:
-            setting = Setting(options.device, options.quick, options.package, report.figures())
+            setting = Setting(options.device, options.quick, package, report.figures())
             entry = runner.run(f"{block.module}:run", setting, min(block.budget_s, left_s))
         report.add(block.name, entry)
         verdict = "ERROR" if "error" in entry else "-" if "ok" not in entry else "ok" if entry["ok"] else "WRONG"
@@ -93,7 +103,6 @@ def arguments(given: Sequence[str] | None, blocks: Sequence[Block]) -> argparse.
     parser.add_argument("--quick", action="store_true", help="small sizes, few repeats")
     parser.add_argument("--blocks", nargs="+", choices=names, default=names, metavar="BLOCK", help=", ".join(names))
     parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results" / "gpu.json", help="the report")
-    parser.add_argument("--package", type=Path, help="the folder to build the package into; on PYTHONPATH")
     parser.add_argument("--commit", help="what is checked, where git cannot say")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help=f"seconds for everything (default: {LIMIT_S:g})")
     return parser.parse_args(given)

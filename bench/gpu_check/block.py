@@ -19,7 +19,8 @@ class Setting:
     quick
         Whether small sizes will do.
     package
-        The folder that the package is built into; ``None`` where it is installed already.
+        The folder that the block ``build`` builds the package into, and that the others have it from; ``None``: they
+        have it from where it is installed.
     figures
         Those of the blocks before, by name.
     """

@@ -19,7 +19,7 @@ TIMEOUT_S = 170
 def run(setting: Setting) -> Outcome:
     """Build into the folder ``setting.package``, and look at what came out."""
     if setting.package is None:
-        raise ValueError("the block build needs --package, the folder to build into")
+        raise ValueError("there is no folder to build into")
     with tempfile.TemporaryDirectory() as folder:
         begin = time.monotonic()
         _pip_install(setting.package, Path(folder))

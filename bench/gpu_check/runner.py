@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.machinery
 import multiprocessing
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from gpu_check.block import Outcome, Setting
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 #: How long a process may take to end after it has answered.
 ENDING_S = 15.0
 
@@ -71,6 +75,11 @@ def _end(process: Any, leads_group: bool) -> None:
 def _work(sender: Connection, target: str, setting: Setting, leads_group: bool) -> None:
     if leads_group:
         os.setsid()
+    sys.path.insert(0, str(EXAMPLES))
+    if setting.package is not None:
+        # In front of an editable install too, which is found by a finder of its own.
+        sys.path.insert(0, str(setting.package))
+        sys.meta_path.insert(0, importlib.machinery.PathFinder)
     module, _, function = target.partition(":")
     try:
         call: Callable[[Setting], Outcome] = getattr(importlib.import_module(module), function)

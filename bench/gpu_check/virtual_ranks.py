@@ -12,10 +12,10 @@ import chronica_hvd as chronica
 from gpu_check.block import Outcome, Setting
 from gpu_check.text_step import TextStep
 
-RANKS = 8
+RANKS, QUICK_RANKS = 8, 2
 BATCH_SIZE, QUICK_BATCH_SIZE = 32, 4
 STEPS, QUICK_STEPS = 12, 2
-REPEATS = 3
+REPEATS, QUICK_REPEATS = 3, 1
 PAD_TO = 64
 #: What is planned: name → options of the plan.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -32,14 +32,18 @@ def run(setting: Setting) -> Outcome:
         raise ValueError("the block virtual_ranks plans with the cost that the block surface fits; run that before")
     step = TextStep(setting)
     cost = chronica.CostModel(**setting.figures["surface"]["fit_ns"])
-    batch_size, steps = (QUICK_BATCH_SIZE, QUICK_STEPS) if setting.quick else (BATCH_SIZE, STEPS)
-    dataset = Functions(step.longest, RANKS * batch_size * steps)
+    ranks, batch_size, steps, repeats = (
+        (QUICK_RANKS, QUICK_BATCH_SIZE, QUICK_STEPS, QUICK_REPEATS)
+        if setting.quick
+        else (RANKS, BATCH_SIZE, STEPS, REPEATS)
+    )
+    dataset = Functions(step.longest, ranks * batch_size * steps)
     plans = {
-        name: chronica.plan(dataset.sizes, RANKS, batch_size, cost=cost, **options)
+        name: chronica.plan(dataset.sizes, ranks, batch_size, cost=cost, **options)
         for name, options in VARIANTS.items()
     }
     loads: dict[str, list[Any]] = {name: [] for name in plans}
-    for turn in range(REPEATS + 1):  # the first warms up
+    for turn in range(repeats + 1):  # the first warms up
         for name, plan in plans.items():
             measured = _measure(step, dataset, plan)
             if turn > 0:
@@ -47,10 +51,10 @@ def run(setting: Setting) -> Outcome:
     typical = {name: np.median(measured, axis=0) for name, measured in loads.items()}
     figures: dict[str, Any] = {
         **step.settings,
-        "ranks": RANKS,
+        "ranks": ranks,
         "batch_size": batch_size,
         "steps": steps,
-        "repeats": REPEATS,
+        "repeats": repeats,
         "variants": {name: _variant(typical[name], typical["plain"], plans[name], plans["plain"]) for name in plans},
     }
     shown = (
