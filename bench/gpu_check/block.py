@@ -19,8 +19,7 @@ class Setting:
     quick
         Whether small sizes will do.
     package
-        The folder that the block ``build`` builds the package into, and that the others have it from; ``None``: they
-        have it from where it is installed.
+        The folder that the block ``build`` builds the package into, for the others; ``None``: it is installed.
     figures
         Those of the blocks before, by name.
     """

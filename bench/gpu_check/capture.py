@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +26,7 @@ BEFORE, PENDING, AROUND, INSIDE, AFTER = range(5)
 OUTSIDE = (BEFORE, PENDING, AROUND, AFTER)
 PENDING_S = 0.05  # longer than a capture
 SPIN_S = 1e-4
-GLIMPSE_S = 0.003  # within a capture, for the other thread
+LONGEST_WAIT_S = 1.0  # within a capture, for the other thread to harvest
 CONTROL_BUDGET_S = 40.0
 
 Body = Callable[[], None]
@@ -61,7 +63,7 @@ class Harvester(threading.Thread):
     """A thread that calls a function all the time, until it is told to stop."""
 
     def __init__(self, work: Callable[[], object]) -> None:
-        super().__init__(daemon=True)
+        super().__init__(daemon=True)  # so that it does not outlive an error in the main thread
         self.rounds = 0
         self.error: Exception | None = None
         self._work = work
@@ -77,6 +79,14 @@ class Harvester(threading.Thread):
             self.rounds += 1
             time.sleep(0)
 
+    def await_round(self) -> bool:
+        """Wait until the function was called and came back; whether it did in time."""
+        end = self.rounds + 2  # the first one of them may have been under way
+        deadline = time.monotonic() + LONGEST_WAIT_S
+        while self.rounds < end and time.monotonic() < deadline:
+            time.sleep(1e-4)
+        return self.rounds >= end
+
     def __enter__(self) -> Harvester:
         self.start()
         return self
@@ -84,6 +94,15 @@ class Harvester(threading.Thread):
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self.join()
+
+
+class Fate(NamedTuple):
+    """What became of a capture."""
+
+    error: str | None = None
+    is_wrong: bool = False
+    was_harvested: bool = False  # by the other thread, within the capture
+    had_pending: bool = False  # whether a measurement was on the device all the time
 
 
 def run(setting: Setting) -> Outcome:
@@ -97,41 +116,23 @@ def run(setting: Setting) -> Outcome:
         for one in (timer, around):
             harvested.update(one.drain()["step"].tolist())
 
-    captures = QUICK_CAPTURES if setting.quick else CAPTURES
-    figures: dict[str, Any] = {}
-    lost: list[str] = []
-    wrong = unobserved = total = 0
+    ways = list(itertools.product(_ways(network).values(), MODES)) * (QUICK_CAPTURES if setting.quick else CAPTURES)
     with _thread_switches_often(), Harvester(drain) as harvester:
-        for (name, way), mode in ((way, mode) for way in _ways(network).items() for mode in MODES):
-            for _ in range(captures):
-                total += 1
-                seen = 0
-
-                def body() -> None:
-                    nonlocal seen
-                    timer.start(step=INSIDE)
-                    network.run()
-                    timer.stop()
-                    rounds = harvester.rounds
-                    time.sleep(GLIMPSE_S)
-                    seen = harvester.rounds - rounds
-
-                try:
-                    graph = _capture_amid_measurements(device, timer, around, lambda: way(mode, body))  # noqa: B023
-                except RuntimeError as error:
-                    lost.append(f"{name}, {mode}: {error}")
-                    continue
-                wrong += not network.replays_rightly(graph)
-                unobserved += seen == 0
+        fates = [
+            _capture_amid_measurements(device, network, timer, around, harvester, functools.partial(way, mode))
+            for way, mode in ways
+        ]
     torch.cuda.synchronize()
     drain()
     control = runner.run("gpu_check.capture:control", setting, CONTROL_BUDGET_S, leads_group=False)
-    figures |= {
-        "captures": total,
+    lost = [fate.error for fate in fates if fate.error is not None]
+    figures = {
+        "captures": len(fates),
         "lost": len(lost),
         "lost_errors": lost[:5],
-        "wrong_replays": wrong,
-        "captures_without_a_harvest_inside": unobserved,
+        "wrong_replays": sum(fate.is_wrong for fate in fates),
+        "captures_without_a_harvest_inside": sum(not fate.was_harvested for fate in fates),
+        "captures_with_pending_events": sum(fate.had_pending for fate in fates),
         "harvests": harvester.rounds,
         "harvest_error": None if harvester.error is None else str(harvester.error),
         "harvested_outside": [harvested[step] for step in OUTSIDE],
@@ -139,11 +140,11 @@ def run(setting: Setting) -> Outcome:
         "skipped": timer.skipped,
         "skipped_around": around.skipped,
         "failures": [one.failure for one in (timer, around) if one.failure],
-        "control": {key: control.get(key) for key in ("summary", "error")},
+        "control": control.get("error", control.get("summary")),
     }
     return Outcome(
-        f"{total} captures, {len(lost)} lost, {wrong} wrong; {timer.skipped} measurements inside skipped, "
-        f"{sum(harvested[step] for step in OUTSIDE)} of {total * len(OUTSIDE)} outside harvested",
+        f"{len(fates)} captures, {len(lost)} lost, {figures['wrong_replays']} wrong; {timer.skipped} measurements "
+        f"inside skipped, {sum(harvested[step] for step in OUTSIDE)} of {len(fates) * len(OUTSIDE)} outside harvested",
         figures,
         ok=is_right(figures),
     )
@@ -154,6 +155,7 @@ def is_right(figures: dict[str, Any]) -> bool:
     captures = figures["captures"]
     return (
         figures["lost"] == figures["wrong_replays"] == figures["captures_without_a_harvest_inside"] == 0
+        and figures["captures_with_pending_events"] > 0
         and figures["harvested_outside"] == [captures] * len(OUTSIDE)
         and figures["harvested_inside"] == figures["skipped_around"] == 0
         and figures["skipped"] == captures
@@ -169,12 +171,12 @@ def control(setting: Setting) -> Outcome:
     event = torch.cuda.Event()
     lost: list[str] = []
     captures = QUICK_CAPTURES if setting.quick else CAPTURES
-    with _thread_switches_often(), Harvester(event.query):
+    with _thread_switches_often(), Harvester(event.query) as harvester:
         for _ in range(captures):
 
             def body() -> None:
                 network.run()
-                time.sleep(GLIMPSE_S)
+                harvester.await_round()
 
             device.spin(PENDING_S)
             event.record()
@@ -215,17 +217,35 @@ def _ways(network: Network) -> dict[str, Way]:
 
 
 def _capture_amid_measurements(
-    device: Device, timer: Any, around: Any, capture: Callable[[], torch.cuda.CUDAGraph]
-) -> torch.cuda.CUDAGraph:
-    """Measure before, around and after a capture, the one before once so that it is pending meanwhile."""
+    device: Device,
+    network: Network,
+    timer: Any,
+    around: Any,
+    harvester: Harvester,
+    capture: Callable[[Body], torch.cuda.CUDAGraph],
+) -> Fate:
+    """Capture the network, with measurements before, around, inside and after, and replay it."""
+    was_harvested = False
+
+    def body() -> None:
+        nonlocal was_harvested
+        timer.start(step=INSIDE)
+        network.run()
+        timer.stop()
+        was_harvested = harvester.await_round()
+
     _measure(device, timer, BEFORE, SPIN_S)
     _measure(device, timer, PENDING, PENDING_S)
     around.start(step=AROUND)
     try:
-        return capture()
+        graph = capture(body)
+    except RuntimeError as error:
+        return Fate(error=str(error))
     finally:
+        had_pending = device.is_busy()
         around.stop()
         _measure(device, timer, AFTER, SPIN_S)
+    return Fate(None, not network.replays_rightly(graph), was_harvested, had_pending)
 
 
 def _measure(device: Device, timer: Any, step: int, seconds: float) -> None:

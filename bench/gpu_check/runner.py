@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.machinery
+import json
 import multiprocessing
 import os
 import signal
@@ -21,6 +22,7 @@ from gpu_check.block import Outcome, Setting
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 #: How long a process may take to end after it has answered.
 ENDING_S = 15.0
+SHOWN_LINES = 12
 
 
 def run(target: str, setting: Setting, budget_s: float, leads_group: bool = True) -> dict[str, Any]:
@@ -49,7 +51,7 @@ def _answer(receiver: Connection, process: Any, budget_s: float) -> dict[str, An
         return {"error": f"not through after {budget_s:.0f} s"}
     entry: dict[str, Any]
     try:
-        entry = receiver.recv()
+        entry = json.loads(receiver.recv())
     except EOFError:
         process.join(ENDING_S)
         return {"error": f"its process ended with status {process.exitcode} before it answered"}
@@ -87,6 +89,8 @@ def _work(sender: Connection, target: str, setting: Setting, leads_group: bool) 
         entry: dict[str, Any] = {"summary": outcome.summary, "figures": outcome.figures}
         if outcome.ok is not None:
             entry["ok"] = bool(outcome.ok)
+        answer = json.dumps(entry)
     except Exception as error:
-        entry = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc().splitlines()[-12:]}
-    sender.send(entry)
+        lines = traceback.format_exc().splitlines()[-SHOWN_LINES:]
+        answer = json.dumps({"error": f"{type(error).__name__}: {error}", "traceback": lines})
+    sender.send(answer)

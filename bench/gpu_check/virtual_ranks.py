@@ -14,8 +14,8 @@ from gpu_check.text_step import TextStep
 
 RANKS, QUICK_RANKS = 8, 2
 BATCH_SIZE, QUICK_BATCH_SIZE = 32, 4
-STEPS, QUICK_STEPS = 12, 2
-REPEATS, QUICK_REPEATS = 3, 1
+STEPS, QUICK_STEPS = 8, 2
+REPEATS, QUICK_REPEATS = 2, 1
 PAD_TO = 64
 #: What is planned: name → options of the plan.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -27,7 +27,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def run(setting: Setting) -> Outcome:
-    """Compute every variant's batches several times, by turns, and compare the sums of the steps' makespans."""
+    """Compute every variant's batches by turns, more than once, and compare the sums of the steps' makespans."""
     if "surface" not in setting.figures:
         raise ValueError("the block virtual_ranks plans with the cost that the block surface fits; run that before")
     step = TextStep(setting)
