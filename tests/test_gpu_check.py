@@ -22,7 +22,7 @@ sys.path += [str(ROOT / "bench"), str(ROOT / "examples")]
 from gpu_check import build, capture, cost, runner, surface, virtual_ranks  # noqa: E402
 from gpu_check.__main__ import BLOCKS, Block, main  # noqa: E402
 from gpu_check.block import Setting  # noqa: E402
-from gpu_check.comparison import Comparison, harvest  # noqa: E402
+from gpu_check.comparison import Comparison, agree, harvest  # noqa: E402
 
 ON_CPU = ("--device", "cpu", "--installed")
 ON_THE_HOST = [block.name for block in BLOCKS if not block.needs_cuda]
@@ -179,8 +179,16 @@ def test_clocks_may_differ_by_one_percent_and_five_microseconds(
 ) -> None:
     other_ns = [0.0, median_ns, 1e12]
     comparison = Comparison([value + difference_ns for value in other_ns], other_ns)
-    assert comparison.holds() == holds
+    assert agree([comparison]) == holds
     assert comparison.figures()["median_difference_us"] == difference_ns / 1e3
+
+
+def test_what_one_clock_adds_to_the_other_cancels() -> None:
+    outside, inside = Comparison([108e3], [100e3]), Comparison([100e3], [107e3])
+    assert not agree([outside])
+    assert not agree([inside])
+    assert agree([outside, inside])
+    assert not agree([outside, outside])
 
 
 def test_a_missing_measurement_is_an_error() -> None:

@@ -6,13 +6,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from chronica_hvd.timing import Timing, Work
 from gpu_check.block import Outcome, Setting
-from gpu_check.comparison import SLACK_NS, Comparison, harvest
+from gpu_check.comparison import SLACK_NS, Comparison, agree, harvest
 from gpu_check.device import Device, Reference
 from gpu_check.loop import Loop
 
@@ -36,10 +35,9 @@ def run(setting: Setting) -> Outcome:
         # A new model each time: the first one's gradients go on being weighed by the loop it was trained in.
         model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))).to(setting.device)
         comparison = _train(device, model, inputs, steps, asks_for_loss)
-        longest_ns = float(np.subtract(comparison.ours_ns, comparison.other_ns).max())
-        leaves_pause_out = longest_ns < PAUSE_S * 1e9 / 2
+        leaves_pause_out = bool(comparison.differences_ns.max() < PAUSE_S * 1e9 / 2)
         figures[name] = {**comparison.figures(), "leaves_pause_out": leaves_pause_out}
-        verdicts.append(comparison.holds() and leaves_pause_out)
+        verdicts.append(agree([comparison]) and leaves_pause_out)
     differences = ", ".join(f"{figures[name]['median_difference_us']:+.1f} us {name}" for name in list(figures)[1:])
     milliseconds = figures["with loss.item()"]["other_median_ms"]
     return Outcome(f"records of {milliseconds:.2f} ms differ by {differences}", figures, all(verdicts))
