@@ -17,12 +17,10 @@ test: test-cpp test-python
 test-python: setup
 	.venv/bin/python -m pytest
 
-# Under address and undefined-behaviour sanitizers.
+# Under address and undefined-behaviour sanitizers; what threads share under ThreadSanitizer too.
 test-cpp: setup
-	@.venv/bin/cmake -S . -B build/cpp -G Ninja -DCMAKE_BUILD_TYPE=Debug -DCHRONICA_PYTHON=OFF -DCHRONICA_TESTS=ON \
-	  -DCHRONICA_WERROR=ON -DCMAKE_MAKE_PROGRAM=$(CURDIR)/.venv/bin/ninja >build/cpp.log || (cat build/cpp.log; exit 1)
-	@.venv/bin/cmake --build build/cpp
-	@.venv/bin/ctest --test-dir build/cpp --output-on-failure
+	@bash scripts/test_cpp.sh build/cpp address,undefined
+	@bash scripts/test_cpp.sh build/cpp-thread thread
 
 lint: setup
 	.venv/bin/ruff check .

@@ -28,6 +28,8 @@ constexpr bool is_alike<Result(Parameters...), TheirResult(TheirParameters...)> 
   return false;
 }();
 
+#if CUDA_VERSION >= 11080  // an older toolkit is no reason not to build
+
 #define CHECK_PROTOTYPE(member, symbol) \
   static_assert(is_alike<decltype(chronica::cuda::Driver::member)::Type, decltype(symbol)>, #symbol)
 
@@ -52,5 +54,7 @@ static_assert(chronica::cuda::kCaptureUnsupported == CUDA_ERROR_STREAM_CAPTURE_U
 static_assert(chronica::cuda::kCaptureWrongThread == CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD);
 static_assert(chronica::cuda::kRelaxed == CU_STREAM_CAPTURE_MODE_RELAXED);
 static_assert(chronica::cuda::kNotCapturing == CU_STREAM_CAPTURE_STATUS_NONE);
+
+#endif
 
 }  // namespace

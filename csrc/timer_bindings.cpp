@@ -13,13 +13,15 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <thread>
+#include <utility>
 #include <variant>
 #include <vector>
 
+#include "clock_bindings.hpp"
 #include "cuda_driver.hpp"
 #include "event_clock.hpp"
-#include "python_clock.hpp"
 #include "steady_clock.hpp"
 #include "step_timer.hpp"
 
@@ -36,30 +38,39 @@ using PythonTimer = chronica::StepTimer<PythonClock>;
 /// Where events are recorded: asked of Python before the timer is touched, the device once and the stream each time.
 class CurrentStream {
  public:
-  CurrentStream() = default;
   CurrentStream(py::object device, py::object current_stream)
       : device_(std::move(device)), current_stream_(std::move(current_stream)) {}
 
   int device() {
     if (PyCallable_Check(device_.ptr()) != 0) {
-      const py::object index = device_();
-      device_ = index;
+      py::object index = device_();
+      device_ = std::move(index);
     }
-    return py::cast<int>(device_);
+    const long index = PyLong_AsLong(device_.ptr());
+    raise_if_failed();
+    if (!std::in_range<int>(index)) {
+      throw py::value_error("device must be the index of a device, not " + std::to_string(index));
+    }
+    return static_cast<int>(index);
   }
 
   chronica::cuda::Stream stream() {
     PyObject* arguments[] = {device_.ptr()};
     const auto handle =
         py::reinterpret_steal<py::object>(PyObject_Vectorcall(current_stream_.ptr(), arguments, 1, nullptr));
-    void* stream = handle ? PyLong_AsVoidPtr(handle.ptr()) : nullptr;
-    if (PyErr_Occurred() != nullptr) {
-      throw py::error_already_set();
-    }
+    raise_if_failed();
+    void* stream = PyLong_AsVoidPtr(handle.ptr());
+    raise_if_failed();
     return static_cast<chronica::cuda::Stream>(stream);
   }
 
  private:
+  static void raise_if_failed() {
+    if (PyErr_Occurred() != nullptr) {
+      throw py::error_already_set();
+    }
+  }
+
   py::object device_;  // an index, or until the first start a function that returns one
   py::object current_stream_;
 };
@@ -169,6 +180,8 @@ PyObject* call(PyObject* self, Action action) {
     Py_RETURN_NONE;
   } catch (py::error_already_set& error) {
     error.restore();
+  } catch (const py::builtin_exception& error) {
+    error.set_error();
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
   }
@@ -276,6 +289,12 @@ py::object text_or_none(std::string_view text) {
   return text.empty() ? py::object(py::none()) : py::object(py::str(text));
 }
 
+/// What Python reads from a timer.
+template <class Get>
+auto reader(Get get) {
+  return [get](const py::object& self) { return checked_timer(self).with(get); };
+}
+
 }  // namespace
 
 void register_timer(py::module_& module) {
@@ -289,25 +308,11 @@ void register_timer(py::module_& module) {
            py::arg("device") = py::none(), py::arg("current_stream") = py::none(), py::kw_only(),
            py::arg("clock") = py::none())
       .def("drain", &drain)
-      .def_property_readonly("overwritten",
-                             [](const py::object& self) {
-                               return checked_timer(self).with([](auto& kind) { return kind.overwritten(); });
-                             })
-      .def_property_readonly(
-          "skipped",
-          [](const py::object& self) { return checked_timer(self).with([](auto& kind) { return kind.skipped(); }); })
-      .def_property_readonly("failure",
-                             [](const py::object& self) {
-                               return checked_timer(self).with([](auto& kind) { return text_or_none(kind.failure()); });
-                             })
-      .def_property_readonly(
-          "clock",
-          [](const py::object& self) {
-            return checked_timer(self).with([](auto& kind) { return std::string(kind.clock_name()); });
-          })
-      .def_property_readonly("capacity", [](const py::object& self) {
-        return checked_timer(self).with([](auto& kind) { return kind.capacity(); });
-      });
+      .def_property_readonly("overwritten", reader([](auto& kind) { return kind.overwritten(); }))
+      .def_property_readonly("skipped", reader([](auto& kind) { return kind.skipped(); }))
+      .def_property_readonly("failure", reader([](auto& kind) { return text_or_none(kind.failure()); }))
+      .def_property_readonly("clock", reader([](auto& kind) { return std::string(kind.clock_name()); }))
+      .def_property_readonly("capacity", reader([](auto& kind) { return kind.capacity(); }));
   for (PyMethodDef& method : timer_methods) {
     auto* type = reinterpret_cast<PyTypeObject*>(timer.ptr());
     timer.attr(method.ml_name) = py::reinterpret_steal<py::object>(PyDescr_NewMethod(type, &method));

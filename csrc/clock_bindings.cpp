@@ -1,4 +1,4 @@
-#include "python_clock.hpp"
+#include "clock_bindings.hpp"
 
 #include "steady_clock.hpp"
 
