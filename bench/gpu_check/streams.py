@@ -13,6 +13,7 @@ from gpu_check.comparison import Comparison, agree, compare, worst
 from gpu_check.device import Device, warm_up
 
 SPIN_S = 1e-3
+WIDTH, QUICK_WIDTH = 2048, 64  # of the matrices of a backward pass
 REPEATS, QUICK_REPEATS = 100, 20
 
 
@@ -53,7 +54,9 @@ def run(setting: Setting) -> Outcome:
     for name, stream in (("another stream", side), ("a stream of high priority", urgent)):
         with torch.cuda.stream(stream):
             comparisons[name] = compare(device, timer, spin, repeats)
-            comparisons[f"backward passes on {name}"] = _backward(device, repeats)
+            comparisons[f"backward passes on {name}"] = _backward(
+                device, repeats, QUICK_WIDTH if setting.quick else WIDTH
+            )
     comparisons["a side stream, not joined"] = compare(device, timer, unjoined, repeats)
     comparisons["a side stream, joined"] = compare(device, timer, joined, repeats)
     comparisons["stopped while another stream is current"] = compare(
@@ -70,10 +73,10 @@ def run(setting: Setting) -> Outcome:
     )
 
 
-def _backward(device: Device, repeats: int) -> dict[str, Comparison]:
+def _backward(device: Device, repeats: int, width: int) -> dict[str, Comparison]:
     """Compare on the current stream, our measurements stopped by autograd's final callback."""
     timer = EndedByAutograd("cuda")
-    weight = torch.nn.Parameter(torch.randn(2048, 2048, device="cuda"))
+    weight = torch.nn.Parameter(torch.randn(width, width, device="cuda"))
     queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
     weight.register_hook(lambda _: queue(timer.end))
 
