@@ -6,7 +6,7 @@ import functools
 
 import chronica_hvd as chronica
 from gpu_check.block import Outcome, Setting
-from gpu_check.comparison import agree, compare, worst
+from gpu_check.comparison import compare, outcome
 from gpu_check.device import Device, warm_up
 
 REPEATS = {2e-5: 400, 1e-4: 400, 1e-3: 200, 1e-2: 40}  # seconds of a kernel → how often
@@ -22,12 +22,4 @@ def run(setting: Setting) -> Outcome:
         f"kernels of {seconds * 1e3:g} ms": compare(device, timer, functools.partial(device.spin, seconds), repeats)
         for seconds, repeats in (QUICK_REPEATS if setting.quick else REPEATS).items()
     }
-    figures = {
-        case: {order: comparison.figures() for order, comparison in orders.items()}
-        for case, orders in comparisons.items()
-    }
-    return Outcome(
-        worst(comparisons),
-        {"clock": timer.clock, **figures},
-        ok=all(agree(orders.values()) for orders in comparisons.values()),
-    )
+    return outcome(comparisons, clock=timer.clock)

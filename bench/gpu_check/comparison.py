@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from gpu_check.block import Outcome
 from gpu_check.device import Device
 
 TOLERANCE = 0.01  # of the other clock's median
@@ -119,15 +120,18 @@ def harvest(timer: Any, expected: int) -> Any:
     return records
 
 
-def worst(comparisons: dict[str, dict[str, Comparison]]) -> str:
-    """Return a line on the case whose clocks differ most."""
-    figures = {
-        f"{case}, {order}": comparison.figures()
-        for case, orders in comparisons.items()
-        for order, comparison in orders.items()
+def outcome(cases: dict[str, dict[str, Comparison]], **figures: Any) -> Outcome:
+    """Return the outcome of a block that compares in several cases, each by :func:`compare`."""
+    compared = {case: {order: one.figures() for order, one in orders.items()} for case, orders in cases.items()}
+    differences = {
+        f"{case}, {order}": (one["median_difference_us"], one["other_median_ms"])
+        for case, orders in compared.items()
+        for order, one in orders.items()
     }
-    case = max(figures, key=lambda case: abs(figures[case]["median_difference_us"]))
-    return (
-        f"clocks differ most in {case}: {figures[case]['median_difference_us']:+.1f} us of "
-        f"{figures[case]['other_median_ms']:.3f} ms (medians)"
+    case = max(differences, key=lambda case: abs(differences[case][0]))
+    difference_us, of_ms = differences[case]
+    return Outcome(
+        f"clocks differ most in {case}: {difference_us:+.1f} us of {of_ms:.3f} ms (medians)",
+        {**figures, **compared},
+        ok=all(agree(orders.values()) for orders in cases.values()),
     )

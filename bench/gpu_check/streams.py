@@ -9,7 +9,7 @@ import torch
 
 import chronica_hvd as chronica
 from gpu_check.block import Outcome, Setting
-from gpu_check.comparison import Comparison, agree, compare, worst
+from gpu_check.comparison import Comparison, compare, outcome
 from gpu_check.device import Device, warm_up
 
 SPIN_S = 1e-3
@@ -62,15 +62,7 @@ def run(setting: Setting) -> Outcome:
     comparisons["stopped while another stream is current"] = compare(
         device, timer, on_main, repeats, aside=lambda: torch.cuda.stream(side)
     )
-    figures = {
-        case: {order: comparison.figures() for order, comparison in orders.items()}
-        for case, orders in comparisons.items()
-    }
-    return Outcome(
-        worst(comparisons),
-        figures,
-        ok=all(agree(orders.values()) for orders in comparisons.values()),
-    )
+    return outcome(comparisons)
 
 
 def _backward(device: Device, repeats: int, width: int) -> dict[str, Comparison]:
