@@ -9,7 +9,6 @@ namespace chronica::cuda {
 
 namespace {
 
-std::atomic<bool> is_used = false;
 std::atomic<bool> is_lost = false;
 
 /// Find a function, under its older name if it has one; false if there is none.
@@ -82,9 +81,8 @@ std::string describe(const Driver& driver, const char* function, Result result) 
 }
 
 void begin_use() {
-  // Asking for the process id at each call would cost more than all the rest of it, so fork() itself tells.
-  [[maybe_unused]] static const int registered = pthread_atfork(nullptr, nullptr, [] { is_lost = is_lost || is_used; });
-  is_used = true;
+  // fork() itself tells: asking for the process id at each call would cost more than all the rest of it.
+  [[maybe_unused]] static const int registered = pthread_atfork(nullptr, nullptr, [] { is_lost = true; });
 }
 
 bool is_lost_by_fork() noexcept { return is_lost; }

@@ -42,11 +42,13 @@ class CurrentStream {
       : device_(std::move(device)), current_stream_(std::move(current_stream)) {}
 
   int device() {
-    if (PyCallable_Check(device_.ptr()) != 0) {
-      py::object index = device_();
-      device_ = std::move(index);
+    // What is called may let another thread in here, so this holds on to what it uses.
+    py::object held = device_;
+    if (PyCallable_Check(held.ptr()) != 0) {
+      held = held();
+      device_ = held;
     }
-    const long index = PyLong_AsLong(device_.ptr());
+    const long index = PyLong_AsLong(held.ptr());
     raise_if_failed();
     if (!std::in_range<int>(index)) {
       throw py::value_error("device must be the index of a device, not " + std::to_string(index));
@@ -55,7 +57,8 @@ class CurrentStream {
   }
 
   chronica::cuda::Stream stream() {
-    PyObject* arguments[] = {device_.ptr()};
+    const py::object held = device_;
+    PyObject* arguments[] = {held.ptr()};
     const auto handle =
         py::reinterpret_steal<py::object>(PyObject_Vectorcall(current_stream_.ptr(), arguments, 1, nullptr));
     raise_if_failed();
