@@ -34,4 +34,6 @@ PYTHON
 )
 [ -z "$missing" ] || fail "for $(command -v "$python") is missing: $missing; install it, or set PYTHON to a Python that has it"
 
-PYTHONPATH=$root/bench${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m gpu_check "$@"
+# Nothing is imported from the folder that this is called in.
+export PYTHONSAFEPATH=1 PYTHONPATH=$root/bench${PYTHONPATH:+:$PYTHONPATH}
+exec "$python" -m gpu_check "$@"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.machinery
 import json
 import multiprocessing
 import os
@@ -13,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -79,9 +79,9 @@ def _work(sender: Connection, target: str, setting: Setting, leads_group: bool) 
         os.setsid()
     sys.path.insert(0, str(EXAMPLES))
     if setting.package is not None:
-        # In front of an editable install too, which is found by a finder of its own.
         sys.path.insert(0, str(setting.package))
-        sys.meta_path.insert(0, importlib.machinery.PathFinder)
+        # Python's own finders come first: an editable install of the package has one that would be asked before them.
+        sys.meta_path[:0] = [BuiltinImporter, FrozenImporter, PathFinder]
     module, _, function = target.partition(":")
     try:
         call: Callable[[Setting], Outcome] = getattr(importlib.import_module(module), function)
