@@ -42,11 +42,13 @@ class CurrentStream {
       : device_(std::move(device)), current_stream_(std::move(current_stream)) {}
 
   int device() {
-    if (PyCallable_Check(device_.ptr()) != 0) {
-      py::object index = device_();
-      device_ = std::move(index);
+    // What is called may let another thread in here, so this holds on to what it uses.
+    py::object held = device_;
+    if (PyCallable_Check(held.ptr()) != 0) {
+      held = held();
+      device_ = held;
     }
-    const long index = PyLong_AsLong(device_.ptr());
+    const long index = PyLong_AsLong(held.ptr());
     raise_if_failed();
     if (!std::in_range<int>(index)) {
       throw py::value_error("device must be the index of a device, not " + std::to_string(index));
@@ -55,7 +57,8 @@ class CurrentStream {
   }
 
   chronica::cuda::Stream stream() {
-    PyObject* arguments[] = {device_.ptr()};
+    const py::object held = device_;
+    PyObject* arguments[] = {held.ptr()};
     const auto handle =
         py::reinterpret_steal<py::object>(PyObject_Vectorcall(current_stream_.ptr(), arguments, 1, nullptr));
     raise_if_failed();
@@ -85,8 +88,10 @@ class Timer {
     if (auto* host = std::get_if<HostTimer>(&kind_)) {
       host->start(work);
     } else if (auto* events = std::get_if<EventTimer>(&kind_)) {
-      const int device = place_.device();
-      events->start(work, device, place_.stream());
+      // Nor may torch be asked then: it would refuse, and nothing would be recorded anyway.
+      const bool is_lost = chronica::cuda::is_lost_by_fork();
+      const int device = is_lost ? 0 : place_.device();
+      events->start(work, device, is_lost ? nullptr : place_.stream());
     } else {
       const Turn turn(*this);
       std::get<PythonTimer>(kind_).start(work);
