@@ -200,16 +200,17 @@ def test_without_a_gpu_nothing_else_is_tried(tmp_path: Path, monkeypatch: pytest
     assert not report["finished"]
 
 
-def test_what_there_is_no_time_for_is_recorded(tmp_path: Path) -> None:
+def test_what_there_is_no_time_for_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpu_check.__main__.LEAST_S", 1e9)
     output = tmp_path / "report.json"
     blocks = [Block("good", "gpu_check_blocks:good", 60)]
-    assert main([*ON_CPU, "--limit-s", "2", "--output", str(output)], blocks) == 1
-    assert json.loads(output.read_text())["blocks"]["good"]["error"] == "no time is left of the 2 s"
+    assert main([*ON_CPU, "--output", str(output)], blocks) == 1
+    assert json.loads(output.read_text())["blocks"]["good"]["error"] == "no time is left of the 300 s"
 
 
 def test_a_block_that_hangs_is_ended_with_all_it_has_started(tmp_path: Path) -> None:
-    entry = runner.run("gpu_check_blocks:hanging", Setting("cpu", package=tmp_path), 6)
-    assert entry["error"] == "not through after 6 s"
+    entry = runner.run("gpu_check_blocks:hanging", Setting("cpu", package=tmp_path), 12)
+    assert entry["error"] == "not through after 12 s"
     child = Path("/proc") / (tmp_path / "child").read_text() / "stat"
     assert not child.exists() or child.read_text().split()[2] == "Z"
 
