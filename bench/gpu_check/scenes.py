@@ -110,8 +110,7 @@ def fork_after_use(setting: Setting) -> Outcome:
     def child() -> dict[str, Any]:
         nonlocal timer
         skipped = timer.skipped
-        # With its index: torch refuses to say in a child which device is current.
-        fresh = chronica.StepTimer(f"{setting.device}:0")
+        fresh = chronica.StepTimer(setting.device)
         for one in (timer, fresh):
             _measure(one, lambda: None)
         answer = {
