@@ -1,5 +1,5 @@
 # One command per task; each does its own set-up.
-.PHONY: setup demo bench-plan test test-python test-cpp lint format clean
+.PHONY: setup demo bench-plan bench-timer test test-python test-cpp lint format clean
 
 setup:
 	@bash scripts/setup.sh
@@ -11,6 +11,10 @@ demo: setup
 bench-plan: setup
 	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --requirement bench/requirements.txt
 	@.venv/bin/python bench/bench_plan.py
+
+# What we cost: the timer, our own time in a step, whole steps beside plain Horovod.
+bench-timer: setup
+	@.venv/bin/python bench/bench_timer.py
 
 test: test-cpp test-python
 

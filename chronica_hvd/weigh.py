@@ -42,6 +42,7 @@ class Weigher:
         self._at_work: StepTicket | None = None
         self._backward_pass = -1  # the one that the last gradient came in
         self._weight = 1.0
+        self._reached: set[int] = set()  # ids of the parameters whose gradients came in it so far
         self._followed: set[int] = set()  # backward passes of this step whose end will be told
         self._lock = threading.Lock()  # autograd has a thread for each device
         self._expect_passes: Callable[[int, bool], None] = lambda passes, anew: None
@@ -67,10 +68,11 @@ class Weigher:
         self, parameter: torch.nn.Parameter, gradients: tuple[torch.Tensor | None]
     ) -> tuple[torch.Tensor | None] | None:
         # Called for every gradient, so what a pass has in common is asked once. By its number: after a pass that failed
-        # half way, what it began with is no longer right.
+        # half way, what it began with is no longer right. (Outside of passes all have the same, -1.)
         backward_pass = torch._C._current_graph_task_id()
-        if backward_pass != self._backward_pass:
+        if backward_pass != self._backward_pass or backward_pass < 0:
             self._begin_pass(backward_pass)
+        self._reached.add(id(parameter))
         weight = self._weight
         if weight == 1.0 or gradients[0] is None:
             return None
@@ -87,6 +89,7 @@ class Weigher:
             if backward_pass not in self._followed:
                 self._follow(backward_pass)
             self._backward_pass = backward_pass
+            self._reached.clear()
 
     def _follow(self, backward_pass: int) -> None:
         """Have autograd say when this pass is through; where it cannot, ``synchronize()`` is taken for the end."""
@@ -100,7 +103,9 @@ class Weigher:
 
         A cast or a move replaces a parameter's gradient accumulator, and with it our hook and Horovod's.
         """
-        if any(_MARK not in _accumulator(parameter).metadata for parameter in parameters if parameter.requires_grad):
+        # Looking at an accumulator takes longer than all the rest; a gradient that came through our hook says as much.
+        unsure = (p for p in parameters if p.requires_grad and id(p) not in self._reached)
+        if any(_MARK not in _accumulator(parameter).metadata for parameter in unsure):
             raise RuntimeError(
                 "a trainable parameter is not weighed: it was cast, moved, unfrozen or added after "
                 "chronica_hvd.DistributedOptimizer wrapped the optimizer. Do that before wrapping (parameters that are "
