@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.jit import ScriptModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
@@ -29,6 +31,9 @@ MOST_SIZES = 7
 #: Above this share, what the polynomial misses or what could not be counted is worth a warning.
 WORTH_A_WARNING = 0.05
 
+#: The switches and random states that a count sets and restores belong to the whole process.
+_ONE_AT_A_TIME = threading.RLock()
+
 #: Positional and keyword arguments of the model.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -37,7 +42,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class FlopModel(CostModel):
     """Cost of a micro-batch in FLOPs of forward and backward pass, and what it was fitted to.
 
-    A multiply-add counts as two. ``fixed`` is 0: FLOPs know nothing of launching kernels or of the optimizer.
+    A multiply-add counts as two. FLOPs know nothing of what a micro-batch costs besides its samples: where ``fixed`` is
+    0, plans with several padded micro-batches take it to be what a sample of mean size costs, until it is measured.
 
     Parameters
     ----------
@@ -84,7 +90,7 @@ def estimate(model: torch.nn.Module, make_batch: Callable[[int], Any], sizes: An
         Integers of at least 1: those of the whole data set, or a few. Up to 7 distinct ones are used, spread from the
         smallest to the largest by equal ratios. Of a single one, the FLOPs are taken to be proportional to the size.
         RNNs are counted step by step, some milliseconds for each step and layer: for long samples give a few short
-        sizes, beyond which the polynomial holds as well.
+        sizes, say 16 to 128; they are linear in the size beyond.
 
     Returns
     -------
@@ -94,8 +100,8 @@ def estimate(model: torch.nn.Module, make_batch: Callable[[int], Any], sizes: An
     Raises
     ------
     TypeError
-        The model is not a module or cannot be copied, ``make_batch`` cannot be called or returns something else, or
-        sizes are not integers.
+        The model is not a module, or cannot be copied (TorchScript modules among them); ``make_batch`` cannot be called
+        or returns something else; sizes are not integers.
     ValueError
         There are no sizes, or one is below 1; a lazy module has not run yet; no output requires a gradient; nothing
         is computed.
@@ -121,9 +127,15 @@ def estimate(model: torch.nn.Module, make_batch: Callable[[int], Any], sizes: An
         raise TypeError(f"make_batch must be a function from a size to the model's input, not {make_batch!r}")
     chosen = _spread(_integers(sizes))
     model = getattr(model, "_orig_mod", model)  # of torch.compile: compiled code hides its operators
+    scripted = [name or "the model" for name, module in model.named_modules() if isinstance(module, ScriptModule)]
+    if scripted:
+        raise TypeError(
+            f"{scripted[0]} is a TorchScript module, whose copies share its parameters, so its FLOPs cannot be counted "
+            "without changing it: give the module that was scripted or traced"
+        )
     if any(is_lazy(tensor) for tensor in _tensors_of(model)):
         raise ValueError("the model has lazy modules that have not run yet: run it once before its FLOPs are counted")
-    with _kept_random_states():
+    with _ONE_AT_A_TIME, _kept_random_states():
         batches = {size: _arguments(make_batch, size) for size in chosen}
         counts, weights = zip(*_count_all(model, batches), strict=True)
     names = {name for each in weights for name in each}
@@ -143,7 +155,9 @@ def _integers(sizes: Any) -> NDArray[np.int64]:
         raise TypeError(f"sizes must hold integers, not {array.dtype}")
     array = checks.non_negative("sizes", array).astype(np.int64)
     if (array < 1).any():
-        raise ValueError(f"sizes must be at least 1; position {int(np.argmin(array))} holds {array.min()}")
+        raise ValueError(
+            f"sizes must be at least 1; position {int(np.argmin(array))} holds {array.min()}; leave out empty samples"
+        )
     return array
 
 
@@ -209,13 +223,15 @@ def _count(model: torch.nn.Module, size: int, arguments: Arguments, on_meta: boo
         with watch, FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
             try:
                 with torch.device("meta") if on_meta else contextlib.nullcontext():
-                    outputs = _trainable(replica(*positional, **keywords))
+                    returned = replica(*positional, **keywords)
+                    outputs = _trainable(returned)
                 if outputs:
                     torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
             except SharedTensorError as error:
                 raise TypeError(
                     "the model cannot be copied, so its FLOPs cannot be counted without changing it: in its copy, "
-                    f"{error} (does a hook or a replaced forward hold the module itself?); give the model without that"
+                    f"{error} (does a hook, a lambda, a compiled method or a replaced forward hold the module?); give "
+                    "the model without that"
                 ) from error
             except Exception as error:
                 raise RuntimeError(
@@ -223,8 +239,9 @@ def _count(model: torch.nn.Module, size: int, arguments: Arguments, on_meta: boo
                 ) from error
     if not outputs:
         raise ValueError(
-            f"no floating-point output of the model requires a gradient at size {size}, so there is no backward pass "
-            "to count; an output must depend on a parameter with requires_grad=True"
+            f"no floating-point output of the model requires a gradient at size {size} (it returned a "
+            f"{type(returned).__name__}), so there is no backward pass to count; an output must depend on a parameter "
+            "with requires_grad=True, and be found in tensors, sequences, mappings or attributes"
         )
     return counter.get_total_flops(), watch.weights
 
@@ -277,17 +294,20 @@ def _warn_of_uncounted(uncounted: tuple[tuple[str, float], ...], counted: float)
 def _fitted(sizes: tuple[int, ...], counts: tuple[float, ...], uncounted: tuple[tuple[str, float], ...]) -> FlopModel:
     """Fit the polynomial to the counts, by least squares of the relative errors."""
     size, flops = np.array(sizes, np.float64), np.array(counts, np.float64)
-    # (sizes, 3). Where few sizes leave a choice, the fit takes the first: proportional to the size before constant.
-    powers = np.stack([size, size**2, size**0], axis=1)
+    # (sizes, 4). Where few sizes leave a choice, the fit takes the first: proportional to the size before constant.
+    # Borders of convolutions and the first step of an RNN are a constant below 0, which is fitted, so that no square
+    # bends to it, and then left out, since a cost has none: it is felt at small sizes only.
+    powers = np.stack([size, size**2, size**0, -(size**0)], axis=1)
     scale = np.maximum(flops, flops[flops > 0].min())
-    solution = non_negative_least_squares(powers / scale[:, None], flops / scale)
+    solution = non_negative_least_squares(powers / scale[:, None], flops / scale)[:3]
     coefficients = [float(f"{value:.12g}") for value in solution]  # all ranks alike, whatever their linear algebra
-    errors = np.abs(powers @ coefficients - flops) / scale
+    predicted = powers[:, :3] @ coefficients
+    errors = np.abs(predicted - flops) / scale
     worst = int(errors.argmax())
     if errors[worst] > WORTH_A_WARNING:
         warnings.warn(
             f"the FLOPs do not follow c0 + c1·s + c2·s² with coefficients of at least 0: at size {sizes[worst]} "
-            f"{flops[worst]:.4g} were counted and {(powers @ coefficients)[worst]:.4g} are predicted, "
+            f"{flops[worst]:.4g} were counted and {predicted[worst]:.4g} are predicted, "
             f"{errors[worst]:.0%} off; to plan by it all the same is right if that is near enough",
             UserWarning,
             stacklevel=3,

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from chronica_hvd.progress import Progress
+from chronica_hvd.progress import Progress, StepTicket
 from chronica_hvd.world import World, horovod
 
 
@@ -20,8 +20,8 @@ class _Sampler(Protocol):
     progress: Progress
 
 
-def compare_plans(world: World, name: str, fingerprint: str, epoch: int, step: int) -> None:
-    """Compare the plans of all ranks; ranks with another plan, epoch or step are an error on every rank.
+def compare_plans(world: World, name: str, ticket: StepTicket, finished: int) -> None:
+    """Compare what all ranks are at; another plan, epoch, step or number of finished steps is an error on every rank.
 
     Raises
     ------
@@ -31,20 +31,21 @@ def compare_plans(world: World, name: str, fingerprint: str, epoch: int, step: i
     if world.size == 1:
         return
     # The upper half would not fit int64; 63 bits of a hash are as good as 64.
-    own = torch.tensor([[int(fingerprint, 16) >> 1, epoch, step]], dtype=torch.int64)
+    own = torch.tensor([[int(ticket.fingerprint, 16) >> 1, ticket.epoch, ticket.step, finished]], dtype=torch.int64)
     every = horovod().allgather(own, name=f"chronica.plan.{name}", process_set=world.process_set)
     held: dict[tuple[int, ...], list[int]] = {}
     for rank, row in enumerate(every.tolist()):
         held.setdefault(tuple(row), []).append(rank)
     if len(held) > 1:
         lines = [
-            f"ranks {', '.join(map(str, ranks))}: plan {2 * plan:016x}, epoch {epoch}, step {step}"
-            for (plan, epoch, step), ranks in held.items()
+            f"ranks {', '.join(map(str, ranks))}: plan {2 * plan:016x}, epoch {epoch}, step {step}, {made} steps made"
+            for (plan, epoch, step, made), ranks in held.items()
         ]
         raise RuntimeError(
-            "the ranks do not hold the same plan, so their weights would be wrong. "
+            "the ranks do not hold the same plan or are not at the same step, so their weights would be wrong. "
             + "; ".join(lines)
-            + ". Give BatchSampler the same sizes, batch size, seed, epoch and options on every rank."
+            + ". Give BatchSampler the same sizes, batch size, cost, seed, epoch and options on every rank (the ranks' "
+            "own fits of a cost differ: gather the records first), and leave a loop early on all ranks or on none."
         )
 
 
@@ -116,7 +117,7 @@ def average(value: Any, sampler: _Sampler) -> Any:
             own = own + single.to(own).reshape(-1) * weight
     if world.size > 1:
         if sampler.progress.must_compare():
-            compare_plans(world, "average", step.ticket.fingerprint, step.ticket.epoch, step.ticket.step)
+            compare_plans(world, "average", step.ticket, sampler.progress.finished)
         hvd = horovod()
         own = hvd.allreduce(own, op=hvd.Average, name="chronica.average", process_set=world.process_set)
     if not any(isinstance(single, torch.Tensor) for single in values):

@@ -55,11 +55,17 @@ class Progress:
     The loader hands micro-batches out, the optimizer finishes their steps in the same order; neither knows the other.
     The weights travel with their step, so they stay right whatever is planned meanwhile. Without an optimizer
     (evaluation) only the step taken last is kept.
+
+    Attributes
+    ----------
+    finished
+        How many steps the optimizer has finished so far.
     """
 
     def __init__(self) -> None:
         self._open: deque[OpenStep] = deque()
-        self._finished: OpenStep | None = None  # the last one, until the loop turns to another
+        self.finished = 0
+        self._last: OpenStep | None = None  # the last finished one, until the loop turns to another
         self._iteration = 0
         self._compared = 0  # the iteration whose plan was compared over the ranks last
         self._owner: weakref.ref[object] | None = None  # of an optimizer
@@ -109,7 +115,7 @@ class Progress:
             self._open.append(OpenStep(ticket, next(self._numbers)))
         self._open[-1].taken += 1
         self._open[-1].data_wait_ns += data_wait_ns
-        self._finished = None
+        self._last = None
         self._time_next()
 
     def end(self, iteration: int) -> None:
@@ -118,7 +124,7 @@ class Progress:
         What was finished is forgotten: a value asked about after the loop may belong to any of its steps.
         """
         if iteration == self._iteration:
-            self._finished = None
+            self._last = None
             if self._lookahead is None:
                 self._open.clear()
 
@@ -140,7 +146,7 @@ class Progress:
                 "optimizer.step(): take one batch per optimizer step from a chronica_hvd.DataLoader with "
                 "batch_sampler=sampler, the sampler that was given to DistributedOptimizer"
             )
-        self._finished = None
+        self._last = None
         step = self._oldest_unless_too_many()
         if not self._lookahead or step.micro_batches == 1:
             if step.taken - step.reached > 1:
@@ -184,7 +190,8 @@ class Progress:
         """Note that the optimizer has finished the oldest open step, if there is one, and how long it waited for it."""
         if not self._open:
             return
-        step = self._finished = self._open.popleft()
+        self.finished += 1
+        step = self._last = self._open.popleft()
         if self._timing is not None:
             ticket = step.ticket
             self._timing.finish(ticket.epoch, ticket.step, step.data_wait_ns, synchronize_ns, finished_ns)
@@ -239,19 +246,19 @@ class Progress:
         RuntimeError
             There is none, or (after reading ahead) more than one step comes into question.
         """
-        if self._finished is not None and self._open:
+        if self._last is not None and self._open:
             raise RuntimeError(
                 "after optimizer.step() a loop that reads ahead has its next step open already, so which of the two is "
                 "meant is unknown: ask between backward() and optimizer.step()"
             )
         if self._open:
             return self._oldest_unless_too_many()
-        if self._finished is None:
+        if self._last is None:
             raise RuntimeError(
                 "no step is at work: none has been taken from this sampler's chronica_hvd.DataLoader yet, or the loop "
                 "over it has ended. Ask for weight or average inside the loop, once per step"
             )
-        return self._finished
+        return self._last
 
     @property
     def weight(self) -> float:

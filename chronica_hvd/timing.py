@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections import deque
 from typing import Any, NamedTuple
@@ -57,10 +58,10 @@ class Timing:
     def micro_batches(self) -> NDArray[Any]:
         """Return the records of the micro-batches computed since the last call, oldest first, and forget them.
 
-        As :meth:`StepTimer.drain`: ``step`` is the step of its epoch; ``samples``, ``size`` and ``size2`` are what was
-        computed (padded: n, n · max and n · max²; fillers included); ``flops`` is the estimate, where the sampler's
-        cost comes from :func:`chronica_hvd.flops.estimate`, and else 0. What a device has not finished yet comes next
-        time.
+        As :meth:`StepTimer.drain`: ``step`` is the step of its epoch (so ask at least once per epoch); ``samples``,
+        ``size`` and ``size2`` are what was computed, rounded (padded: n, n · max and n · max²; fillers included);
+        ``flops`` is the estimate, where the sampler's cost comes from :func:`chronica_hvd.flops.estimate`, and else 0.
+        What a device has not finished yet comes next time.
         """
         return self.timer.drain()
 
@@ -72,9 +73,11 @@ class Timing:
         slowest rank and the allreduce; on a CUDA device also for the rest of the own compute), and ``finished_ns``,
         when it returned (as ``time.monotonic_ns()``).
         """
-        records = np.array(list(self._steps), dtype=[(name, "<i8") for name in STEP_FIELDS])
-        self._steps.clear()
-        return records
+        records = []
+        with contextlib.suppress(IndexError):  # other threads may be adding to them, or asking too
+            for _ in range(len(self._steps)):
+                records.append(self._steps.popleft())
+        return np.array(records, dtype=[(name, "<i8") for name in STEP_FIELDS])
 
     @property
     def overwritten(self) -> int:

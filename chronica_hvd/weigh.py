@@ -143,7 +143,7 @@ class Weigher:
         """
         ticket = self._progress.oldest
         if ticket is not None and ticket.step % BLOCK_STEPS == 0:
-            compare_plans(self._world, self._name, ticket.fingerprint, ticket.epoch, ticket.step)
+            compare_plans(self._world, self._name, ticket, self._progress.finished)
 
     def finish_step(self, synchronize_ns: int = 0, finished_ns: int = 0) -> None:
         """Note that the gradients of the step at work have been combined, how long that took and when it was."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -89,7 +90,7 @@ class Workload:
             size, size2 = float(sizes.sum()), float((sizes * sizes).sum())
         flops = 0
         if isinstance(self.cost, CostModel) and self.cost.is_in_flops:
-            flops = self.cost.predict(samples, size, size2)
+            flops = self.cost.predict(samples, size, size2) - self.cost.fixed  # which stands for time, not operations
         return Work(samples, *(min(round(amount), checks.LARGEST_INT64) for amount in (size, size2, flops)))
 
     def _padded(self, sizes: NDArray[Any]) -> NDArray[np.float64]:
@@ -152,6 +153,8 @@ class Workload:
                     f"the cost's rank_scale must have one value per rank: {self.ranks} are needed, "
                     f"{len(cost.rank_scale)} were given"
                 )
+            if cost.is_in_flops and cost.fixed == 0.0 and cut and self._is_padded:
+                return dataclasses.replace(cost, fixed=float(cost.sample_costs(np.array(_mean(self.sizes)))))
             return cost
         if callable(cost) or isinstance(cost, str):
             raise TypeError(f"cost must be a CostModel, an array of costs or None, not {cost!r}")

@@ -8,12 +8,14 @@ import pickle
 import random
 import threading
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from helpers import lognormal
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -575,6 +577,12 @@ def replaced_forward() -> nn.Module:
     return model
 
 
+def scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(nn.Linear(8, 4))
+
+
 def raising(size: int) -> Any:
     if size > 5:
         raise KeyError("no such sample")
@@ -602,9 +610,11 @@ LINEAR = nn.Linear(8, 4)
         (LINEAR, vectors(7), [3, 4], RuntimeError, r"raised RuntimeError on the input that make_batch\(3\).*3x7"),
         (LINEAR, lambda size: (threading.Lock(),), [3], TypeError, r"input that make_batch\(3\) .* cannot be copied"),
         (nn.LazyLinear(3), vectors(8), [1], ValueError, "lazy modules that have not run yet: run it once"),
-        (nn.ReLU(), vectors(8), [2], ValueError, "requires a gradient at size 2, .*requires_grad=True"),
+        (nn.ReLU(), vectors(8), [2], ValueError, "gradient at size 2 .*returned a Tensor.*requires_grad=True"),
         (Calls(lambda w, x: (x.argmax(), None)), vectors(8), [2], ValueError, "no floating-point output"),
         (Calls(lambda w, x: w.T), vectors(8), [2], ValueError, "computes nothing that could be counted"),
+        (scripted(), vectors(8), [2], TypeError, "the model is a TorchScript module"),
+        (nn.Sequential(scripted()), vectors(8), [2], TypeError, "0 is a TorchScript module"),
         (Locked(), vectors(8), [2], TypeError, "the model cannot be copied, .*lock.*remove what cannot be copied"),
         (replaced_forward(), vectors(8), [2], TypeError, "cannot be copied, .*computes with a tensor of the model"),
     ],
@@ -621,3 +631,62 @@ def test_a_model_that_computes_with_itself_is_not_run() -> None:
     with pytest.raises(TypeError, match="computes with a tensor of the model itself"):
         flops.estimate(model, vectors(8), [2])
     assert same(before, [(p, p.grad, p._version) for p in model.parameters()])
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.cells = nn.Embedding(5, 64), nn.GRU(64, 64, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.cells(self.embedding(x))[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "make_batch", "sizes", "far"),
+    [
+        (Recurrent(), lambda size: torch.zeros(1, size, dtype=torch.long), [8, 16, 32], 200),
+        (nn.Conv1d(1, 8, 9), lambda size: torch.zeros(1, 1, size), [200, 400, 800], 8000),
+    ],
+)
+def test_a_negative_constant_does_not_bend_the_polynomial(
+    model: nn.Module, make_batch: Any, sizes: list[int], far: int
+) -> None:
+    """The first step of an RNN has no gradient of its state, and a convolution ends before the border."""
+    cost = flops.estimate(model, make_batch, sizes)
+    (counted,) = flops.estimate(model, make_batch, [far]).counted
+    assert cost.per_size2 == 0.0
+    assert cost.predict(1, far, far**2) == pytest.approx(counted, rel=0.02)
+    assert 0.005 < cost.relative_error < 0.1
+
+
+def test_counts_in_several_threads_leave_the_switches_on() -> None:
+    def switches() -> list[bool]:
+        backends = torch.backends
+        attention = (backends.cuda.flash_sdp_enabled(), backends.cuda.math_sdp_enabled())
+        return [backends.mkldnn.enabled, backends.cudnn.enabled, backends.mha.get_fastpath_enabled(), *attention]
+
+    before, costs = switches(), []
+    threads = [
+        threading.Thread(target=lambda: costs.append(flops.estimate(nn.Linear(8, 4), vectors(8), [1, 2])))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert switches() == before
+    assert len(set(costs)) == 1
+    assert len(costs) == 4
+
+
+def test_micro_batches_are_not_free() -> None:
+    """FLOPs know nothing of what a micro-batch costs besides its samples: as by size, a sample of mean size."""
+    cost = flops.estimate(nn.Linear(8, 4), vectors(8), [1, 10])
+    sizes = lognormal(2000)
+    by_flops = chronica.BatchSampler(sizes, 8, num_replicas=2, rank=0, cost=cost, micro_batches="auto")
+    by_size = chronica.plan(sizes, 2, 8, micro_batches="auto")
+    assert by_flops.cost.predict(0, 0, 0) == pytest.approx(128 * sizes.mean())
+    assert by_flops.plan == by_size
+    whole = chronica.BatchSampler(sizes, 8, num_replicas=2, rank=0, cost=cost)
+    assert whole.cost == cost

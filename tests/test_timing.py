@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -255,6 +256,22 @@ def test_records_that_nobody_asks_for_are_overwritten_and_counted() -> None:
         timing.finish(0, step, 0, 0, 0)
     assert timing.overwritten == 4
     assert timing.micro_batches()["step"].tolist() == timing.steps()["step"].tolist() == [2, 3, 4]
+
+
+def test_records_are_asked_for_while_others_come() -> None:
+    timing, asked = Timing(capacity=100_000), []
+
+    def ask() -> None:
+        while not asked or asked[-1] != 20_000 - 1:
+            asked.extend(timing.steps()["step"].tolist())
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    for step in range(20_000):
+        timing.finish(0, step, 0, 0, 0)
+    thread.join()
+    assert asked == list(range(20_000))
+    assert timing.overwritten == 0
 
 
 def test_a_failing_device_is_told_once() -> None:

@@ -92,7 +92,9 @@ def test_training_goes_on_exactly_after_a_mistake(ranks: int, mistake: str, laun
 
 
 @each_size
-@pytest.mark.parametrize("difference", ["seeds", "clipped", "epochs", "evaluated_seeds", "evaluated_sizes"])
+@pytest.mark.parametrize(
+    "difference", ["seeds", "clipped", "epochs", "evaluated_seeds", "evaluated_sizes", "left_early"]
+)
 def test_ranks_with_different_plans_are_named_in_the_first_step(ranks: int, difference: str, launched: Any) -> None:
     others = "ranks 1" if ranks == 2 else "ranks 1, 2"
     messages = set()
@@ -104,6 +106,8 @@ def test_ranks_with_different_plans_are_named_in_the_first_step(ranks: int, diff
         assert f"{others}: plan" in message
         messages.add(message)
     assert len(messages) == 1
+    if difference == "left_early":
+        assert re.search(r"ranks 0: .* 5 steps made; .* 4 steps made\. .*leave a loop early on all ranks", message)
 
 
 @each_size

@@ -405,6 +405,19 @@ def evaluated(run: Run) -> tuple[Error, bool]:
     return error, error is not None
 
 
+def left_early(run: Run, ahead: int) -> tuple[Error, bool]:
+    """Train for an epoch, less the last steps on some ranks; return the error of the next epoch's first step."""
+    for step, batch in enumerate(run.loader):
+        if step == len(run.loader) - ahead:
+            break
+        run.optimizer.zero_grad()
+        run.loss(batch, is_filler=run.sampler.weight == 0.0).backward()
+        run.optimizer.step()
+    run.sampler.set_epoch(1)
+    run.optimizer.zero_grad()
+    return different(run, lambda run: run.optimizer.step())
+
+
 def differences() -> dict[str, tuple[Error, bool]]:
     second = min(hvd.rank(), 1)  # ranks 1 and 2 agree
     seeds = Run(base(hvd.size(), "seeds", plan={"seed": second}))
@@ -426,6 +439,7 @@ def differences() -> dict[str, tuple[Error, bool]]:
         "seeds": different(seeds, lambda run: run.optimizer.step()),
         "clipped": different(clipped, lambda run: run.optimizer.synchronize()),
         "epochs": different(epochs, lambda run: run.optimizer.step()),
+        "left_early": left_early(Run(base(hvd.size(), "left_early")), ahead=second),  # last: gradients stay under way
     }
 
 
