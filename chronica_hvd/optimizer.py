@@ -36,9 +36,9 @@ def DistributedOptimizer(  # noqa: N802 (it takes the place of hvd.DistributedOp
     it exactly as Horovod's, ``synchronize()`` and ``skip_synchronize()`` included. The ranks' plans are compared in the
     first step of every 64.
 
-    Hooks on parameters (``register_hook``, ``register_post_accumulate_grad_hook``) are called as ever. Hooks on the
-    nodes that accumulate gradients, those of ``torch.autograd.graph.register_multi_grad_hook`` among them, see ``None``
-    where a weighed gradient has been added already: from a step's second micro-batch on.
+    Hooks on parameters (``register_hook``, ``register_post_accumulate_grad_hook``, multi-gradient hooks) are called as
+    ever. Hooks that others put on the very nodes that accumulate gradients see ``None`` from a step's second
+    micro-batch on, where the weighed gradient has been added already.
 
     Parameters
     ----------
