@@ -12,22 +12,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from launch import horovodrun
+from launch import KEEP_MEMORY, horovodrun
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = 2
 SAMPLES = 96 * 32 * RANKS  # 96 steps of 32 samples per rank, no short last step
 NOISE_FLOOR_STEPS = 24
 TIMEOUT_S = 600
-
-#: Long texts allocate tens of megabytes at a time. By default glibc returns such memory to the system after every use,
-#: and both runs spend much of their time on page faults, by chance more on one rank than on the other.
-KEEP_MEMORY = {
-    "glibc.malloc.hugetlb": 1,
-    "glibc.malloc.mmap_threshold": 1 << 32,
-    "glibc.malloc.trim_threshold": 1 << 33,
-    "glibc.malloc.top_pad": 1 << 30,
-}
 
 FIGURES = (
     "steps_per_s",
@@ -46,10 +37,9 @@ def train(output: Path, name: str, *options: str) -> dict[str, Any]:
     summary.unlink(missing_ok=True)
     script = ROOT / "examples" / "train_text.py"
     settings = ("--pin", "--samples", str(SAMPLES), "--mode", name, "--summary", str(summary))
-    tunables = ":".join(f"{name}={value}" for name, value in KEEP_MEMORY.items())
     print(f"{name}: {SAMPLES // (32 * RANKS)} steps on {RANKS} ranks", flush=True)
     with (output / f"{name}.log").open("w") as log:
-        status = horovodrun(RANKS, script, *settings, *options, timeout_s=TIMEOUT_S, log=log, GLIBC_TUNABLES=tunables)
+        status = horovodrun(RANKS, script, *settings, *options, timeout_s=TIMEOUT_S, log=log, **KEEP_MEMORY)
     if status != 0 or not summary.exists():
         raise SystemExit(f"the {name} run failed with status {status}; its output is in {log.name}")
     result: dict[str, Any] = json.loads(summary.read_text())

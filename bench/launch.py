@@ -9,6 +9,16 @@ import sys
 from pathlib import Path
 from typing import IO, Any
 
+_TUNABLES = {
+    "glibc.malloc.hugetlb": 1,
+    "glibc.malloc.mmap_threshold": 1 << 32,
+    "glibc.malloc.trim_threshold": 1 << 33,
+    "glibc.malloc.top_pad": 1 << 30,
+}
+#: Long texts allocate tens of megabytes at a time. By default glibc returns such memory to the system after every use,
+#: and ranks spend much of their time on page faults, by chance more on one than on another. For ``env``.
+KEEP_MEMORY = {"GLIBC_TUNABLES": ":".join(f"{name}={value}" for name, value in _TUNABLES.items())}
+
 
 def horovodrun(
     ranks: int, script: Path, *options: str, timeout_s: float, log: IO[str] | None = None, **env: Any

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from chronica_hvd import _core
 from chronica_hvd.blocks import BLOCK_STEPS
 from chronica_hvd.gather import compare_plans
 from chronica_hvd.progress import Progress, StepTicket
@@ -40,9 +41,7 @@ class Weigher:
         self._world = world
         self._name = name
         self._at_work: StepTicket | None = None
-        self._backward_pass = -1  # the one that the last gradient came in
-        self._weight = 1.0
-        self._reached: set[int] = set()  # ids of the parameters whose gradients came in it so far
+        self._pass_weight = _core.PassWeight(self)
         self._followed: set[int] = set()  # backward passes of this step whose end will be told
         self._lock = threading.Lock()  # autograd has a thread for each device
         self._expect_passes: Callable[[int, bool], None] = lambda passes, anew: None
@@ -61,42 +60,25 @@ class Weigher:
             if parameter.requires_grad:
                 node = _accumulator(parameter)
                 node.metadata[_MARK] = True
-                node.register_prehook(functools.partial(self._weigh, parameter))
+                node.register_prehook(functools.partial(self._pass_weight.apply, parameter))
                 self._accumulators.append(node)
 
-    def _weigh(
-        self, parameter: torch.nn.Parameter, gradients: tuple[torch.Tensor | None]
-    ) -> tuple[torch.Tensor | None] | None:
-        # Called for every gradient, so what a pass has in common is asked once. By its number: after a pass that failed
-        # half way, what it began with is no longer right. (Outside of passes all have the same, -1.)
-        backward_pass = torch._C._current_graph_task_id()
-        if backward_pass != self._backward_pass or backward_pass < 0:
-            self._begin_pass(backward_pass)
-        self._reached.add(id(parameter))
-        weight = self._weight
-        if weight == 1.0 or gradients[0] is None:
-            return None
-        return (_weighed(parameter, gradients[0], weight),)
-
-    def _begin_pass(self, backward_pass: int) -> None:
-        """Find out which micro-batch a backward pass belongs to; passes within one come back to the outer one."""
+    def begin_pass(self, backward_pass: int) -> float:
+        """Return the weight of a backward pass, from within it; passes within one come back to the outer one."""
+        progress = self._progress
         with self._lock:
-            self._weight = self._progress.work(backward_pass)
-            step = self._progress.oldest
+            weight = progress.work(backward_pass)
+            step = progress.oldest
             if step is not None and step is not self._at_work:
                 self._expect_passes(len(step.weights), self._at_work is not None)
                 self._at_work = step
             if backward_pass not in self._followed:
-                self._follow(backward_pass)
-            self._backward_pass = backward_pass
-            self._reached.clear()
-
-    def _follow(self, backward_pass: int) -> None:
-        """Have autograd say when this pass is through; where it cannot, ``synchronize()`` is taken for the end."""
-        self._followed.add(backward_pass)
-        ended = functools.partial(self._progress.end_compute, self._progress.place)
-        with contextlib.suppress(RuntimeError):
-            torch.autograd.Variable._execution_engine.queue_callback(ended)
+                self._followed.add(backward_pass)
+                ended = functools.partial(progress.end_compute, progress.place)
+                # Autograd says when the pass is through; where it cannot, synchronize() is taken for the end.
+                with contextlib.suppress(RuntimeError):
+                    torch.autograd.Variable._execution_engine.queue_callback(ended)
+        return weight
 
     def refuse_unwatched(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Raise a RuntimeError if a trainable parameter is not weighed; on all ranks alike, and before any collective.
@@ -104,7 +86,7 @@ class Weigher:
         A cast or a move replaces a parameter's gradient accumulator, and with it our hook and Horovod's.
         """
         # Looking at an accumulator takes longer than all the rest; a gradient that came through our hook says as much.
-        unsure = (p for p in parameters if p.requires_grad and id(p) not in self._reached)
+        unsure = (p for p in parameters if p.requires_grad and not self._pass_weight.has_reached(p))
         if any(_MARK not in _accumulator(parameter).metadata for parameter in unsure):
             raise RuntimeError(
                 "a trainable parameter is not weighed: it was cast, moved, unfrozen or added after "
@@ -173,30 +155,3 @@ def _has_gradient(parameter: torch.nn.Parameter) -> bool:
     if gradient is None:
         return False
     return bool((gradient.coalesce().values() if gradient.is_sparse else gradient).any())
-
-
-def _weighed(parameter: torch.nn.Parameter, gradient: torch.Tensor, weight: float) -> torch.Tensor | None:
-    """Return what is to be accumulated, ``None`` if it has been: a product with an addition costs no more than that.
-
-    The gradient itself is not changed, it may be shared. Weight 0 replaces, since 0 · NaN is NaN.
-    """
-    if _adds_in_place(parameter, gradient):
-        _accumulate(parameter, gradient, weight)
-        return None
-    return gradient * weight if weight != 0.0 else torch.zeros_like(gradient)
-
-
-def _adds_in_place(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> bool:
-    """Whether autograd would do nothing but add this gradient to the parameter's in place."""
-    return (
-        parameter.grad is not None
-        and parameter.grad.layout is gradient.layout is torch.strided
-        and not torch.is_grad_enabled()
-        and not parameter._post_accumulate_grad_hooks
-    )
-
-
-def _accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor, weight: float) -> None:
-    """Do what autograd's accumulation would do with the product."""
-    if weight != 0.0:
-        parameter.grad.add_(gradient, alpha=weight)  # type: ignore[union-attr]

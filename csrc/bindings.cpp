@@ -15,6 +15,7 @@
 #include "permutation.hpp"
 #include "policies.hpp"
 #include "timer_bindings.hpp"
+#include "weight_bindings.hpp"
 #include "window.hpp"
 
 namespace py = pybind11;
@@ -123,6 +124,7 @@ py::array_t<std::int64_t> permutation(std::int64_t n, std::uint64_t seed) {
 PYBIND11_MODULE(_core, module) {
   module.doc() = "The compiled part of chronica_hvd: private; its types are in _core.pyi.";
   register_timer(module);
+  register_weight(module);
   module.def("assign", &assign, py::arg("costs").noconvert(), py::arg("sizes").noconvert(),
              py::arg("speeds").noconvert(), py::arg("capacity").noconvert(), py::kw_only(), py::arg("fixed_cost"),
              py::arg("is_hard"), py::arg("global_batch"), py::arg("least"), py::arg("micro_batches"), py::arg("comm"),

@@ -2,8 +2,7 @@
 // a timer; nothing of it waits, so there is nothing to release the GIL for. Only a clock written in Python may hand the
 // GIL to another thread in the middle of a call, so such a timer has a lock of its own.
 //
-// The hot methods only read a clock and keep it; they are METH_FASTCALL methods, because pybind11's own dispatch of
-// keywords costs several times what they do.
+// The hot methods only read a clock and keep it; pybind11's own dispatch of keywords costs several times that.
 
 #include "timer_bindings.hpp"
 
@@ -22,6 +21,7 @@
 #include "clock_bindings.hpp"
 #include "cuda_driver.hpp"
 #include "event_clock.hpp"
+#include "fast_methods.hpp"
 #include "steady_clock.hpp"
 #include "step_timer.hpp"
 
@@ -163,36 +163,6 @@ class Timer {
   std::thread::id owner_;  // of the lock; read and written under the GIL
 };
 
-/// The timer inside a Python object that is known to be one; null (with an error set) before its __init__ has run.
-Timer* timer_of(PyObject* self) {
-  auto* instance = reinterpret_cast<py::detail::instance*>(self);
-  auto* timer = static_cast<Timer*>(instance->get_value_and_holder().value_ptr());
-  if (timer == nullptr) {
-    PyErr_SetString(PyExc_RuntimeError, "StepTimer.__init__() was not called");
-  }
-  return timer;
-}
-
-/// Do something with that timer for the interpreter, which takes no C++ exceptions.
-template <class Action>
-PyObject* call(PyObject* self, Action action) {
-  Timer* timer = timer_of(self);
-  if (timer == nullptr) {
-    return nullptr;
-  }
-  try {
-    action(*timer);
-    Py_RETURN_NONE;
-  } catch (py::error_already_set& error) {
-    error.restore();
-  } catch (const py::builtin_exception& error) {
-    error.set_error();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  return nullptr;
-}
-
 constexpr const char* kStartNames[] = {"step", "samples", "size", "size2", "flops"};
 constexpr Py_ssize_t kStartCount = 5;
 PyObject* start_names[kStartCount];  // the same, interned: a keyword is found by its address
@@ -248,19 +218,26 @@ PyObject* timer_start(PyObject* self, PyObject* const* args, Py_ssize_t position
       return nullptr;
     }
   }
-  return call(self, [&values](Timer& timer) { timer.start({values[0], values[1], values[2], values[3], values[4]}); });
+  return call<Timer>(self, [&values](Timer& timer) {
+    timer.start({values[0], values[1], values[2], values[3], values[4]});
+    return Py_NewRef(Py_None);
+  });
 }
 
 PyObject* timer_stop(PyObject* self, PyObject* /*unused*/) {
-  return call(self, [](Timer& timer) {
+  return call<Timer>(self, [](Timer& timer) {
     if (!timer.with([](auto& kind) { return kind.stop(); })) {
       throw std::runtime_error("stop() without start()");
     }
+    return Py_NewRef(Py_None);
   });
 }
 
 PyObject* timer_extend(PyObject* self, PyObject* /*unused*/) {
-  return call(self, [](Timer& timer) { timer.with([](auto& kind) { kind.extend(); }); });
+  return call<Timer>(self, [](Timer& timer) {
+    timer.with([](auto& kind) { kind.extend(); });
+    return Py_NewRef(Py_None);
+  });
 }
 
 /// The timer inside any Python object. pybind11's own conversion would make up one whose __init__ has not run.
@@ -268,7 +245,7 @@ Timer& checked_timer(const py::object& self) {
   if (!py::isinstance<Timer>(self)) {
     throw py::type_error("a StepTimer is needed");
   }
-  Timer* timer = timer_of(self.ptr());
+  Timer* timer = object_in<Timer>(self.ptr());
   if (timer == nullptr) {
     throw py::error_already_set();
   }
@@ -324,9 +301,6 @@ void register_timer(py::module_& module) {
       .def_property_readonly("failure", reader([](auto& kind) { return text_or_none(kind.failure()); }))
       .def_property_readonly("clock", reader([](auto& kind) { return std::string(kind.clock_name()); }))
       .def_property_readonly("capacity", reader([](auto& kind) { return kind.capacity(); }));
-  for (PyMethodDef& method : timer_methods) {
-    auto* type = reinterpret_cast<PyTypeObject*>(timer.ptr());
-    timer.attr(method.ml_name) = py::reinterpret_steal<py::object>(PyDescr_NewMethod(type, &method));
-  }
+  add_fast_methods(timer, timer_methods);
   module.def("cuda_driver_problem", [] { return text_or_none(chronica::cuda::driver().problem); });
 }
