@@ -2,8 +2,8 @@
 
 Own time is what a step of the demo's training takes the processor longer with us than the same micro-batches with plain
 torch and Horovod, which adds them up unweighed, plus the planning of the epoch spread over its steps; on one rank, as
-waiting for another one blurs it by more than it is. The whole steps are on two ranks, of even data, where nothing can be
-gained, by the clock on the wall. Always ours and the rival by turns. Writes bench/results/timer.json.
+waiting for another one blurs it by more than it is. The whole steps are on two ranks, of even data, where nothing can
+be gained, by the clock on the wall. Always ours and the rival by turns. Writes bench/results/timer.json.
 """
 
 from __future__ import annotations

@@ -36,6 +36,11 @@ class OpenStep:
     backward_pass: int = -1  # the one that reached the last of them
 
     @property
+    def place(self) -> Place:
+        """Which micro-batch a backward pass has reached last."""
+        return self.number, self.reached - 1
+
+    @property
     def micro_batches(self) -> int:
         """How many there are on this rank in this step."""
         return len(self.ticket.weights)
@@ -128,10 +133,10 @@ class Progress:
             if self._lookahead is None:
                 self._open.clear()
 
-    def work(self, backward_pass: int) -> float:
-        """Return the factor on a gradient that arrives now, in a backward pass of this number.
+    def work(self, backward_pass: int) -> tuple[float, StepTicket, Place]:
+        """Return what a gradient that arrives now, in a backward pass of this number, belongs to, and its factor first.
 
-        It belongs to the oldest step that is not finished. In it, to the micro-batch taken last; where a wrapper reads
+        That is the oldest step that is not finished. In it, to the micro-batch taken last; where a wrapper reads
         ahead, the n-th backward pass belongs to the n-th micro-batch.
 
         Raises
@@ -157,8 +162,7 @@ class Progress:
                     "DistributedOptimizer(..., lookahead=1)"
                 )
             step.reached = step.taken
-            return self._weight(step)
-        if backward_pass != step.backward_pass:
+        elif backward_pass != step.backward_pass:
             if step.reached == step.taken:
                 raise RuntimeError(
                     f"backward() was called once more than micro-batches of step {step.ticket.step} were taken, "
@@ -168,7 +172,7 @@ class Progress:
                 )
             step.backward_pass = backward_pass
             step.reached += 1
-        return self._weight(step)
+        return step.ticket.weights[step.reached - 1], step.ticket, step.place
 
     def refuse_incomplete(self) -> None:
         """Raise a RuntimeError if only a part of the oldest step has been worked on, or taken.
@@ -201,14 +205,15 @@ class Progress:
         """Note that a backward pass of a micro-batch is through."""
         if self._timing is not None:
             self._timing.end(place)
-            self._time_next()
+            if self._lookahead:
+                self._time_next()
 
     def end_unended_compute(self) -> None:
         """Note that the backward pass of the micro-batch at work is through, if it had one and nobody has said so."""
         if self._timing is None or not self._open or self._open[0].reached == 0:
             return
-        if self._timing.is_open(self.place):
-            self.end_compute(self.place)
+        if self._timing.is_open(self._open[0].place):
+            self.end_compute(self._open[0].place)
 
     def _time_next(self) -> None:
         """Have the time of the micro-batch begin that is the next to be computed, if it is taken already.
@@ -275,19 +280,9 @@ class Progress:
         self._compared = self._iteration
         return True
 
-    @property
-    def place(self) -> Place:
-        """Which micro-batch is at work in the oldest open step."""
-        step = self._open[0]
-        return step.number, self._at_work(step)
-
     def _weight(self, step: OpenStep) -> float:
-        """Return the factor of the micro-batch at work."""
-        return step.ticket.weights[self._at_work(step)]
-
-    def _at_work(self, step: OpenStep) -> int:
-        """Return which micro-batch is at work: taken last or, where a wrapper reads ahead, reached last."""
-        return (max(step.reached, 1) if self._lookahead else step.taken) - 1
+        """Return the factor of the micro-batch at work: taken last or, where a wrapper reads ahead, reached last."""
+        return step.ticket.weights[(max(step.reached, 1) if self._lookahead else step.taken) - 1]
 
     def _oldest_unless_too_many(self) -> OpenStep:
         lookahead = self._lookahead or 0

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 from chronica_hvd import checks
+from chronica_hvd.blocks import BLOCK_STEPS
 from chronica_hvd.cost import CostModel
 from chronica_hvd.options import PlanOptions
 from chronica_hvd.planner import Planner
 from chronica_hvd.plans import Plan
 from chronica_hvd.progress import Progress, StepTicket
 from chronica_hvd.world import World
+
+Item = TypeVar("Item")
 
 
 class BatchSampler(Sampler[list[int] | list[list[int]]]):
@@ -134,7 +137,7 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
 
     def tickets(self) -> Iterator[StepTicket]:
         """Yield what the optimizer will need to know of each step of this epoch's plan."""
-        return map(functools.partial(self._ticket, self.plan, self._epoch), range(self.plan.steps))
+        return _by_blocks(self.plan.steps, functools.partial(self._ticket, self.plan, self._epoch))
 
     def _ticket(self, plan: Plan, epoch: int, step: int) -> StepTicket:
         part = plan.part(step, self.world.rank)
@@ -145,7 +148,7 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
     def steps(self) -> Iterator[list[list[int]]]:
         """Yield the micro-batches of each step."""
         plan, rank = self.plan, self.world.rank
-        return ([batch.tolist() for batch in plan.batches(step, rank)] for step in range(plan.steps))
+        return _by_blocks(plan.steps, lambda step: [batch.tolist() for batch in plan.batches(step, rank)])
 
     def __iter__(self) -> Iterator[list[int] | list[list[int]]]:
         """Return an iterator over the steps: a list of indices each, with micro-batches a list of lists."""
@@ -153,6 +156,16 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
 
     def __len__(self) -> int:
         return self.plan.steps
+
+
+def _by_blocks(steps: int, of_step: Callable[[int], Item]) -> Iterator[Item]:
+    """Yield what a function returns of each step, asked a block ahead.
+
+    Asked step by step, between a model's computations, it would find nothing of its own in the processor's caches, and
+    take several times as long.
+    """
+    for first in range(0, steps, BLOCK_STEPS):
+        yield from [of_step(step) for step in range(first, min(first + BLOCK_STEPS, steps))]
 
 
 def _check_refresh(refresh: object) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable
@@ -65,19 +64,18 @@ class Weigher:
 
     def begin_pass(self, backward_pass: int) -> float:
         """Return the weight of a backward pass, from within it; passes within one come back to the outer one."""
-        progress = self._progress
         with self._lock:
-            weight = progress.work(backward_pass)
-            step = progress.oldest
-            if step is not None and step is not self._at_work:
+            weight, step, place = self._progress.work(backward_pass)
+            if step is not self._at_work:
                 self._expect_passes(len(step.weights), self._at_work is not None)
                 self._at_work = step
             if backward_pass not in self._followed:
                 self._followed.add(backward_pass)
-                ended = functools.partial(progress.end_compute, progress.place)
-                # Autograd says when the pass is through; where it cannot, synchronize() is taken for the end.
-                with contextlib.suppress(RuntimeError):
+                try:  # have autograd say when the pass is through
+                    ended = functools.partial(self._progress.end_compute, place)
                     torch.autograd.Variable._execution_engine.queue_callback(ended)
+                except RuntimeError:
+                    pass  # where it cannot, synchronize() is taken for the end
         return weight
 
     def refuse_unwatched(self, parameters: Iterable[torch.nn.Parameter]) -> None:

@@ -40,7 +40,7 @@ def test_steps_are_finished_in_order() -> None:
     for ticket in TICKETS:
         progress.hand_out(iteration, ticket)
         assert progress.latest().ticket is progress.oldest is ticket
-        assert progress.work(0) == progress.weight == ticket.weights[0]
+        assert progress.work(0)[0] == progress.weight == ticket.weights[0]
         progress.finish()
         assert progress.oldest is None
         assert progress.latest().ticket is ticket
@@ -51,7 +51,7 @@ def test_steps_are_finished_in_order() -> None:
 
 def test_reading_ahead_must_be_declared() -> None:
     for lookahead in range(3):
-        assert taken(lookahead, 1 + lookahead).work(0) == 0.5
+        assert taken(lookahead, 1 + lookahead).work(0)[0] == 0.5
         too_far = taken(lookahead, 2 + lookahead)
         for ask in (functools.partial(too_far.work, 0), too_far.latest):
             with pytest.raises(RuntimeError, match=rf"{2 + lookahead} steps were taken .* allows {1 + lookahead}"):
@@ -60,16 +60,16 @@ def test_reading_ahead_must_be_declared() -> None:
 
 def test_after_a_step_of_a_loop_that_reads_ahead_two_steps_come_into_question() -> None:
     progress = taken(1, 2)
-    assert progress.work(0) == progress.weight == 0.5
+    assert progress.work(0)[0] == progress.weight == 0.5
     progress.finish()
     with pytest.raises(RuntimeError, match=r"between backward\(\) and optimizer\.step\(\)"):
         progress.latest()
-    assert progress.work(1) == progress.weight == 1.5
+    assert progress.work(1)[0] == progress.weight == 1.5
 
 
 def test_what_was_read_ahead_is_worked_on_when_the_loader_has_ended() -> None:
     progress = taken(1, 2)
-    progress.work(0)
+    progress.work(0)[0]
     progress.finish()
     progress.end(iteration=1)
     assert progress.latest().ticket is TICKETS[1]
@@ -78,7 +78,7 @@ def test_what_was_read_ahead_is_worked_on_when_the_loader_has_ended() -> None:
 def test_nothing_taken() -> None:
     progress = taken(0, 0)
     with pytest.raises(RuntimeError, match=r"no step has been taken .*chronica_hvd\.DataLoader"):
-        progress.work(0)
+        progress.work(0)[0]
     with pytest.raises(RuntimeError, match="no step is at work"):
         progress.latest()
     progress.refuse_incomplete()
@@ -92,7 +92,7 @@ def test_a_new_iteration_forgets_the_old_one() -> None:
     with pytest.raises(RuntimeError, match="a newer iteration"):
         progress.hand_out(iteration - 1, TICKETS[1])
     progress.hand_out(iteration, TICKETS[0])
-    assert progress.work(0) == 0.5
+    assert progress.work(0)[0] == 0.5
 
 
 def test_two_optimizers_cannot_share_a_sampler() -> None:
@@ -133,7 +133,7 @@ def test_each_micro_batch_has_its_weight(lookahead: int) -> None:
         for number, weight in enumerate(ticket.weights):
             take(ticket)
             for _ in range(3):  # parameters
-                assert progress.work(10 * step + number) == weight
+                assert progress.work(10 * step + number)[0] == weight
             assert progress.weight == weight
         progress.refuse_incomplete()
         progress.finish()
@@ -147,7 +147,7 @@ def test_a_loss_may_take_several_backward_passes() -> None:
     for weight in MICRO.weights:
         take(MICRO)
         for backward_pass in (1, 2, 1, 3, 1):
-            assert progress.work(backward_pass) == weight
+            assert progress.work(backward_pass)[0] == weight
     progress.refuse_incomplete()
 
 
@@ -161,7 +161,7 @@ def test_micro_batches_read_ahead_are_worked_on_in_order(ahead: int) -> None:
         for _ in ticket.weights:
             while to_take and len(steps) * 2 - len(to_take) < len(worked) + 1 + ahead:
                 take(to_take.pop(0))
-            worked.append(progress.work(len(worked)))
+            worked.append(progress.work(len(worked))[0])
             assert progress.weight == worked[-1]
         progress.refuse_incomplete()
         progress.finish()
@@ -174,11 +174,11 @@ def test_two_micro_batches_without_a_backward_pass_between(worked_on: int) -> No
     progress, take = loop(0)
     take(MICRO)
     if worked_on:
-        progress.work(0)
+        progress.work(0)[0]
         take(MICRO)
     take(MICRO)
     with pytest.raises(RuntimeError, match=r"2 micro-batches of step 5 .* before taking the next; .*lookahead=1"):
-        progress.work(1)
+        progress.work(1)[0]
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
@@ -188,35 +188,35 @@ def test_a_step_ends_after_all_its_micro_batches(lookahead: int, worked_on: int)
     for taken_so_far in (1, 2):
         take(MICRO)
         if worked_on:
-            progress.work(taken_so_far)
+            progress.work(taken_so_far)[0]
         with pytest.raises(RuntimeError, match=rf"after {taken_so_far} of the 3 micro-batches of step 5: first take"):
             progress.refuse_incomplete()
     take(MICRO)
     if worked_on:
         with pytest.raises(RuntimeError, match=r"only 2 of the 3 micro-batches of step 5 had a backward pass"):
             progress.refuse_incomplete()
-        progress.work(3)
+        progress.work(3)[0]
     progress.refuse_incomplete()  # all, or none: skipped
 
 
 def test_more_backward_passes_than_micro_batches_read_ahead() -> None:
     progress, take = loop(1)
     take(MICRO)
-    progress.work(1)
+    progress.work(1)[0]
     with pytest.raises(
         RuntimeError, match=r"once more than micro-batches of step 5 were taken, 1\..*use_reentrant=False"
     ):
-        progress.work(2)
+        progress.work(2)[0]
 
 
 def test_the_next_step_is_begun_too_early() -> None:
     progress, take = loop(0)
     for _ in MICRO.weights:
         take(MICRO)
-        progress.work(0)
+        progress.work(0)[0]
     take(TICKETS[0])
     with pytest.raises(RuntimeError, match="2 steps were taken"):
-        progress.work(1)
+        progress.work(1)[0]
 
 
 def test_plans_are_to_be_compared_once_per_iteration_without_an_optimizer() -> None:
