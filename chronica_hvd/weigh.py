@@ -84,8 +84,8 @@ class Weigher:
         A cast or a move replaces a parameter's gradient accumulator, and with it our hook and Horovod's.
         """
         # Looking at an accumulator takes longer than all the rest; a gradient that came through our hook says as much.
-        unsure = (p for p in parameters if p.requires_grad and not self._pass_weight.has_reached(p))
-        if any(_MARK not in _accumulator(parameter).metadata for parameter in unsure):
+        unsure = self._pass_weight.unreached(parameters)
+        if any(_MARK not in _accumulator(parameter).metadata for parameter in unsure if parameter.requires_grad):
             raise RuntimeError(
                 "a trainable parameter is not weighed: it was cast, moved, unfrozen or added after "
                 "chronica_hvd.DistributedOptimizer wrapped the optimizer. Do that before wrapping (parameters that are "

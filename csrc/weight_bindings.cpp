@@ -3,8 +3,9 @@
 
 #include "weight_bindings.hpp"
 
+#include <algorithm>
 #include <cstdint>
-#include <unordered_set>
+#include <vector>
 
 #include "fast_methods.hpp"
 
@@ -37,8 +38,17 @@ class PassWeight {
     zeros_like_ = torch.attr("zeros_like");
   }
 
-  /// Whether a gradient of this parameter has come in the pass.
-  [[nodiscard]] bool has_reached(py::handle parameter) const { return reached_.contains(parameter.ptr()); }
+  /// Those of the parameters of which no gradient has come in the pass.
+  [[nodiscard]] py::list unreached(const py::iterable& parameters) {
+    std::sort(reached_.begin(), reached_.end());
+    py::list rest;
+    for (const py::handle parameter : parameters) {
+      if (!std::binary_search(reached_.begin(), reached_.end(), parameter.ptr())) {
+        rest.append(parameter);
+      }
+    }
+    return rest;
+  }
 
   /// What autograd is to accumulate in place of a parameter's gradient (both in a tuple of one); None: just that.
   py::object apply(py::handle parameter, py::handle gradients) {
@@ -48,7 +58,7 @@ class PassWeight {
     if ((pass != pass_ || pass < 0) && !begin(pass)) {
       return py::none();
     }
-    reached_.insert(parameter.ptr());
+    reached_.push_back(parameter.ptr());
     const py::handle gradient = PyTuple_GetItem(gradients.ptr(), 0);
     if (!gradient) {
       throw py::error_already_set();
@@ -114,7 +124,7 @@ class PassWeight {
   bool is_one_ = true;
   bool is_zero_ = false;
   bool adds_ = false;
-  std::unordered_set<const PyObject*> reached_;
+  std::vector<const PyObject*> reached_;
 };
 
 PyObject* apply(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
@@ -136,6 +146,6 @@ PyMethodDef fast_methods[] = {
 void register_weight(py::module_& module) {
   py::class_<PassWeight> weight(module, "PassWeight");
   weight.def(py::init<const py::object&>(), py::arg("owner"))
-      .def("has_reached", &PassWeight::has_reached, py::arg("parameter"));
+      .def("unreached", &PassWeight::unreached, py::arg("parameters"));
   add_fast_methods(weight, fast_methods);
 }
