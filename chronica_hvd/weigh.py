@@ -129,6 +129,7 @@ class Weigher:
         """Note that the gradients of the step at work have been combined, how long that took and when it was."""
         self._at_work = None
         self._followed.clear()
+        self._pass_weight.forget()
         self._progress.finish(synchronize_ns, finished_ns)
 
 

@@ -38,6 +38,12 @@ class PassWeight {
     zeros_like_ = torch.attr("zeros_like");
   }
 
+  /// Forget the pass: its step is over.
+  void forget() {
+    pass_ = -1;
+    reached_.clear();
+  }
+
   /// Those of the parameters of which no gradient has come in the pass.
   [[nodiscard]] py::list unreached(const py::iterable& parameters) {
     std::sort(reached_.begin(), reached_.end());
@@ -146,6 +152,7 @@ PyMethodDef fast_methods[] = {
 void register_weight(py::module_& module) {
   py::class_<PassWeight> weight(module, "PassWeight");
   weight.def(py::init<const py::object&>(), py::arg("owner"))
+      .def("forget", &PassWeight::forget)
       .def("unreached", &PassWeight::unreached, py::arg("parameters"));
   add_fast_methods(weight, fast_methods);
 }

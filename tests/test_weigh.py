@@ -240,11 +240,16 @@ def test_a_failed_backward_pass_leaves_no_stale_weight() -> None:
 
 
 @pytest.mark.parametrize("change", ["cast", "cast back", "unfreeze", "add"])
-def test_parameters_that_escape_the_weights_are_refused(change: str) -> None:
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_parameters_that_escape_the_weights_are_refused(change: str, is_trained: bool) -> None:
     model = torch.nn.Linear(2, 1)
     model.bias.requires_grad_(change != "unfreeze")
     loop = Loop(*model.parameters())
+    if is_trained:
+        loop.take(2.0)
+        model(torch.ones(1, 2)).sum().backward()
     loop.weigher.refuse_unwatched(model.parameters())
+    loop.weigher.finish_step()
     if change.startswith("cast"):
         model.double()
     if change == "cast back":
