@@ -88,7 +88,7 @@ class PassWeight {
  private:
   /// Ask for what a pass has in common; false when nobody is there any more to tell.
   bool begin(std::int64_t pass) {
-    const auto owner = py::reinterpret_borrow<py::object>(PyWeakref_GetObject(owner_.ptr()));
+    const py::object owner = owner_();
     if (owner.is_none()) {
       return false;
     }
