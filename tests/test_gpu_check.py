@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -139,8 +140,8 @@ def test_blocks_for_a_gpu_are_right_with_a_standin_driver(driver_folder: Path, t
 def test_nothing_waits_for_a_standin_driver(driver_folder: Path) -> None:
     outcome, violations = run_with_standin(driver_folder, "asynchronous:run")
     assert outcome.figures["harvested_meanwhile"] + outcome.figures["harvested_after"] == 200
-    assert outcome.figures["device_ms"] >= 2000
-    assert outcome.figures["host_ms"] < 2000
+    assert outcome.figures["device_was_busy"]
+    assert outcome.figures["skipped"] == 0
     assert violations == 0
 
 
@@ -211,8 +212,22 @@ def test_what_there_is_no_time_for_is_recorded(tmp_path: Path, monkeypatch: pyte
 def test_a_block_that_hangs_is_ended_with_all_it_has_started(tmp_path: Path) -> None:
     entry = runner.run("gpu_check_blocks:hanging", Setting("cpu", package=tmp_path), 12)
     assert entry["error"] == "not through after 12 s"
-    child = Path("/proc") / (tmp_path / "child").read_text() / "stat"
-    assert not child.exists() or child.read_text().split()[2] == "Z"
+    child = int((tmp_path / "child").read_text())
+    wait_until(lambda: not is_alive(child))  # it has been sent its signal, and dies when it is scheduled
+
+
+def is_alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().split()[2] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_the_package_that_was_built_is_the_one_that_is_checked(tmp_path: Path) -> None:
@@ -227,11 +242,8 @@ def test_ended_from_outside_the_report_is_whole(tmp_path: Path) -> None:
     output = tmp_path / "report.json"
     options = ("--blocks", "accuracy", "end_of_compute", "--output", str(output))
     process = subprocess.Popen(command(*options), cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL)
-    end = time.monotonic() + 60
-    while not (output.exists() and "accuracy" in json.loads(output.read_text())["blocks"]):
-        assert process.poll() is None
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_until(lambda: output.exists() and "accuracy" in json.loads(output.read_text())["blocks"])
+    assert process.poll() is None
     process.terminate()
     assert process.wait(30) == 128 + signal.SIGTERM
     report = json.loads(output.read_text())

@@ -114,6 +114,7 @@ class Device:
         """Return the cycles per second of torch's spinning kernel."""
         events: Any = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         for _ in range(2):  # the first wakes the device up
+            torch.cuda._sleep(CALIBRATION_CYCLES)  # busy meanwhile: the host's way between the calls is not timed
             events[0].record()
             torch.cuda._sleep(CALIBRATION_CYCLES)
             events[1].record()
