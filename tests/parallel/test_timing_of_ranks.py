@@ -41,6 +41,7 @@ def test_compute_leaves_out_the_wait_for_a_slow_rank(ranks: int, launched: Any) 
     for rank in range(ranks - 1):
         # No step is finished before the slow rank's compute is over, and until then the others wait.
         assert (waited[rank]["finished_ns"] >= computed[-1]).all()
-        assert waited[rank]["synchronize_ns"].sum() > waited[-1]["synchronize_ns"].sum()
+        # In most steps: in the first one everybody waits for whoever started last.
+        assert np.median(waited[rank]["synchronize_ns"]) > np.median(waited[-1]["synchronize_ns"])
     slow = arrays(of_ranks[-1]["micro_batches"])["elapsed_ns"]
     assert (slow >= 50_000_000).all()
