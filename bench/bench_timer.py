@@ -91,7 +91,8 @@ def own_time() -> dict[str, float]:
     import horovod.torch as hvd
     from measuring import calibrate
     from stdlib_text import Functions
-    from train_text import HEADS, ByteTransformer, mean_loss, pad
+    from text_model import ByteTransformer, mean_loss
+    from train_text import HEADS, pad
 
     torch.manual_seed(0)
     dataset = Functions(2048, DEMO_STEPS * BATCH_SIZE * hvd.size())
@@ -170,8 +171,9 @@ def wrapped(models: dict[str, Any], sampler: chronica.BatchSampler, kind: str) -
 def whole_steps() -> dict[str, float]:
     """Train on texts of one length, ours and plain Horovod by turns."""
     import horovod.torch as hvd
+    from text_model import ByteTransformer, mean_loss
     from torch.utils.data import DistributedSampler
-    from train_text import HEADS, ByteTransformer, mean_loss, pad
+    from train_text import HEADS, pad
 
     count = EVEN_STEPS + WARM_UP
     sizes = [EVEN_LENGTH] * (count * BATCH_SIZE * hvd.size())

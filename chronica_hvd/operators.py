@@ -26,7 +26,7 @@ _CUBIC = re.compile(r"_?(linalg_(?!vector_norm|cross)|cholesky|lu_|triangular_so
 _SORTS = {"sort", "topk", "unique", "_unique2", "kthvalue", "median"}
 
 
-def _product_flops(a: torch.Tensor, b: torch.Tensor) -> int:
+def _product(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
     """Two for each multiply-add of (batched) matrix products; those with zeros of a sparse matrix are not computed."""
     columns = b.shape[-1] if b.ndim > 1 else 1
     if b.layout != torch.strided:
@@ -38,12 +38,8 @@ def _stored(matrix: torch.Tensor) -> int:
     return matrix.numel() if matrix.layout == torch.strided else int(matrix._nnz())
 
 
-def _product(a: Any, b: Any, *_: Any, **__: Any) -> int:
-    return _product_flops(a, b)
-
-
 def _added_product(_: Any, a: Any, b: Any, *__: Any, **___: Any) -> int:
-    return _product_flops(a, b)
+    return _product(a, b)
 
 
 def _convolution_backward(gradient: Any, image: Any, weight: Any, *others: Any, **_: Any) -> int:

@@ -17,14 +17,6 @@ py::object method_of(const py::object& clock, const char* name) {
   return method;
 }
 
-bool is_true(const py::object& value) {
-  const int truth = PyObject_IsTrue(value.ptr());
-  if (truth < 0) {
-    throw py::error_already_set();
-  }
-  return truth != 0;
-}
-
 }  // namespace
 
 PythonClock::PythonClock(const py::object& clock)
@@ -63,12 +55,12 @@ bool PythonClock::begin(Interval& interval) {
 }
 
 bool PythonClock::end(Interval& interval) {
-  return attempt(false, [&] { return is_true(end_(interval.handle)); });
+  return attempt(false, [&] { return bool(py::bool_(end_(interval.handle))); });
 }
 
 Reading PythonClock::read(const Interval& interval) {
   return attempt(Reading{Reading::State::kLost}, [&] {
-    if (!is_true(ready_(interval.handle))) {
+    if (!py::bool_(ready_(interval.handle))) {
       return Reading{Reading::State::kPending};
     }
     const py::object elapsed = elapsed_ns_(interval.handle);

@@ -87,8 +87,7 @@ bool EventClock::begin(Interval& interval, int device, cuda::Stream stream) {
   if (!context || (free_.empty() && !grow()) || !record(free_.back().start, stream)) {
     return false;
   }
-  interval.start = free_.back().start;
-  interval.stop = free_.back().stop;
+  interval.events = free_.back();
   interval.stream = stream;
   free_.pop_back();
   return true;
@@ -99,7 +98,7 @@ bool EventClock::end(Interval& interval) {
     return false;
   }
   const ContextScope context(*this);
-  return context && record(interval.stop, interval.stream);
+  return context && record(interval.events.stop, interval.stream);
 }
 
 Reading EventClock::read(const Interval& interval) {
@@ -112,7 +111,7 @@ Reading EventClock::read(const Interval& interval) {
     return {Reading::State::kLost};
   }
   const auto is_pending = [](cuda::Result result) { return result == cuda::kNotReady || cuda::is_capture(result); };
-  const cuda::Result ended = driver_->event_query(interval.stop);
+  const cuda::Result ended = driver_->event_query(interval.events.stop);
   if (is_pending(ended)) {
     return {Reading::State::kPending};
   }
@@ -120,7 +119,7 @@ Reading EventClock::read(const Interval& interval) {
     return {Reading::State::kLost};
   }
   float milliseconds = 0.0F;
-  const cuda::Result elapsed = driver_->event_elapsed(&milliseconds, interval.start, interval.stop);
+  const cuda::Result elapsed = driver_->event_elapsed(&milliseconds, interval.events.start, interval.events.stop);
   if (is_pending(elapsed)) {
     return {Reading::State::kPending};
   }

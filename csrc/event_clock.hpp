@@ -19,9 +19,12 @@ namespace chronica {
 /// that used the driver, no interval can be taken, and those begun before are lost.
 class EventClock {
  public:
-  struct Interval {
+  struct Pair {
     cuda::Event start = nullptr;
     cuda::Event stop = nullptr;
+  };
+  struct Interval {
+    Pair events;
     cuda::Stream stream = nullptr;
     std::int64_t start_ns = 0;
   };
@@ -41,17 +44,13 @@ class EventClock {
   bool end(Interval& interval);
   [[nodiscard]] Reading read(const Interval& interval);
   static std::int64_t start_ns(const Interval& interval) noexcept { return interval.start_ns; }
-  void release(Interval& interval) { free_.push_back({interval.start, interval.stop}); }
+  void release(Interval& interval) { free_.push_back(interval.events); }
   [[nodiscard]] std::string_view failure() const noexcept { return failure_; }
   static std::string_view name() noexcept { return "CUDA events"; }
 
  private:
   class ContextScope;
   class RelaxedScope;
-  struct Pair {
-    cuda::Event start = nullptr;
-    cuda::Event stop = nullptr;
-  };
 
   bool may_call();
   bool retain_context(int device);

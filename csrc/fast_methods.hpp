@@ -8,6 +8,17 @@
 /// For methods that are called so often that pybind11's own dispatch, which takes several times what they do, is too
 /// slow: plain functions of the interpreter's C interface on a class that pybind11 has made.
 
+/// A new reference that may be null for an error, which is then thrown.
+inline pybind11::object checked(PyObject* object) {
+  if (object == nullptr) {
+    throw pybind11::error_already_set();
+  }
+  return pybind11::reinterpret_steal<pybind11::object>(object);
+}
+
+/// A name, made once.
+inline pybind11::object interned(const char* name) { return checked(PyUnicode_InternFromString(name)); }
+
 /// The C++ object inside a Python object that is known to hold one; null, with an error set, before __init__ has run.
 template <class Object>
 Object* object_in(PyObject* self) {

@@ -9,8 +9,8 @@
 #include <pybind11/numpy.h>
 
 #include <cstdint>
-#include <memory>
 #include <mutex>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -59,9 +59,7 @@ class CurrentStream {
   chronica::cuda::Stream stream() {
     const py::object held = device_;
     PyObject* arguments[] = {held.ptr()};
-    const auto handle =
-        py::reinterpret_steal<py::object>(PyObject_Vectorcall(current_stream_.ptr(), arguments, 1, nullptr));
-    raise_if_failed();
+    const py::object handle = checked(PyObject_Vectorcall(current_stream_.ptr(), arguments, 1, nullptr));
     void* stream = PyLong_AsVoidPtr(handle.ptr());
     raise_if_failed();
     return static_cast<chronica::cuda::Stream>(stream);
@@ -287,7 +285,7 @@ auto reader(Get get) {
 
 void register_timer(py::module_& module) {
   for (Py_ssize_t i = 0; i < kStartCount; ++i) {
-    start_names[i] = PyUnicode_InternFromString(kStartNames[i]);
+    start_names[i] = interned(kStartNames[i]).release().ptr();
   }
 
   py::class_<Timer> timer(module, "StepTimer");

@@ -13,17 +13,6 @@ namespace py = pybind11;
 
 namespace {
 
-/// A new reference that may be null for an error, which is then thrown.
-py::object checked(PyObject* object) {
-  if (object == nullptr) {
-    throw py::error_already_set();
-  }
-  return py::reinterpret_steal<py::object>(object);
-}
-
-/// A name, made once.
-py::object interned(const char* name) { return checked(PyUnicode_InternFromString(name)); }
-
 /// Applies the weight of the backward pass at work to the gradients that reach parameters.
 ///
 /// What a pass has in common is asked of its owner once, at the pass's first gradient: `owner.begin_pass(pass)` returns

@@ -15,6 +15,9 @@ command -v "$python" >/dev/null || fail "$python is not on PATH; set PYTHON to t
 command -v "${CXX:-c++}" >/dev/null || fail "no C++ compiler: ${CXX:-c++} is not on PATH; install g++ 11 or clang++ 14, or set CXX"
 command -v readelf >/dev/null || fail "readelf is not on PATH; install binutils"
 
+# Nothing is imported from the folder that this is called in (from Python 3.11 on).
+export PYTHONSAFEPATH=1 PYTHONPATH=$root/bench${PYTHONPATH:+:$PYTHONPATH}
+
 # What the build looks for, by its own search.
 missing=$("$python" - <<'PYTHON'
 import importlib.util
@@ -34,6 +37,4 @@ PYTHON
 )
 [ -z "$missing" ] || fail "for $(command -v "$python") is missing: $missing; install it, or set PYTHON to a Python that has it"
 
-# Nothing is imported from the folder that this is called in.
-export PYTHONSAFEPATH=1 PYTHONPATH=$root/bench${PYTHONPATH:+:$PYTHONPATH}
 exec "$python" -m gpu_check "$@"

@@ -21,7 +21,7 @@ CYCLES_PER_NS = 1.5
 NOT_READY = 600
 TICK_S = 5e-4
 MODES = {"global": 0, "thread_local": 1, "relaxed": 2}
-HANDLE, INT, INT64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+HANDLE, INT = ctypes.c_void_p, ctypes.c_int
 SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "cuInit": (INT, (ctypes.c_uint,)),
     "cuEventCreate": (INT, (HANDLE, ctypes.c_uint)),
@@ -31,11 +31,6 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "standin_primary": (HANDLE, (INT,)),
     "standin_current": (HANDLE, ()),
     "standin_set_current": (None, (HANDLE,)),
-    "standin_stream": (HANDLE, (INT, INT)),
-    "standin_enqueue": (None, (HANDLE, INT64)),
-    "standin_advance": (INT64, (INT64,)),
-    "standin_begin_capture": (None, (HANDLE, INT)),
-    "standin_end_capture": (INT, (HANDLE,)),
 }
 
 driver = Driver()
@@ -80,7 +75,7 @@ class Stream:
     def __init__(self, handle: int | None = None, priority: int = 0) -> None:
         if handle is None:
             initialize()
-            handle = library.standin_stream(0, 0)
+            handle = driver.stream()
         self.cuda_stream = handle
         self._busy_until_ns = 0
         streams.append(self)
@@ -88,14 +83,14 @@ class Stream:
     def spin(self, ns: int) -> None:
         """Enqueue a kernel that takes so long."""
         initialize()
-        self._busy_until_ns = max(self._busy_until_ns, library.standin_advance(0)) + ns
-        library.standin_enqueue(self.cuda_stream, ns)
+        self._busy_until_ns = max(self._busy_until_ns, driver.advance(0)) + ns
+        driver.enqueue(self.cuda_stream, ns)
 
     def query(self) -> bool:
-        return library.standin_advance(0) >= self._busy_until_ns
+        return driver.advance(0) >= self._busy_until_ns
 
     def wait_stream(self, other: Stream) -> None:
-        ahead_ns = other._busy_until_ns - max(self._busy_until_ns, library.standin_advance(0))
+        ahead_ns = other._busy_until_ns - max(self._busy_until_ns, driver.advance(0))
         if ahead_ns > 0:
             self.spin(ahead_ns)
 
@@ -136,12 +131,12 @@ class CUDAGraph:
     def capture_begin(self, capture_error_mode: str) -> None:
         initialize()
         assert current_stream() is not DEFAULT
-        library.standin_begin_capture(current_stream().cuda_stream, MODES[capture_error_mode])
+        driver.begin_capture(current_stream().cuda_stream, MODES[capture_error_mode])
         graphs.append(self)
 
     def capture_end(self) -> None:
         graphs.remove(self)
-        succeed(library.standin_end_capture(current_stream().cuda_stream))
+        succeed(driver.end_capture(current_stream().cuda_stream))
 
     def replay(self) -> None:
         for result, call in self.calls:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
-import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,13 +15,6 @@ import torch
 
 import chronica_hvd as chronica
 from chronica_hvd import _core
-
-
-@pytest.fixture(scope="module")
-def driver_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("driver")
-    standin.build(folder)
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -43,12 +33,7 @@ def driver_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_with_a_standin_driver(driver_folder: Path, scenario: Callable[[], None]) -> None:
     program = f"import event_scenarios; event_scenarios.{scenario.__name__}()"
-    environment = dict(os.environ)
-    for variable, folder in (("LD_LIBRARY_PATH", driver_folder), ("PYTHONPATH", Path(__file__).parent)):
-        environment[variable] = os.pathsep.join([str(folder), *filter(None, [environment.get(variable)])])
-    finished = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
-    )
+    finished = standin.run(driver_folder, program)
     assert (finished.returncode, finished.stderr) == (0, "")
 
 

@@ -90,13 +90,6 @@ def test_scenes_are_played_and_wrong_ones_named(monkeypatch: pytest.MonkeyPatch)
     assert "no_such_scene" in outcome.figures["no_such_scene"]["error"]
 
 
-@pytest.fixture(scope="module")
-def driver_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("driver")
-    standin.build(folder)
-    return folder
-
-
 def run_with_standin(driver_folder: Path, target: str) -> tuple[Outcome, int]:
     """Return the outcome of a block for a GPU, in a process of its own, and how often it harmed the driver."""
     module, function = target.split(":")
@@ -106,13 +99,9 @@ def run_with_standin(driver_folder: Path, target: str) -> tuple[Outcome, int]:
         from gpu_check import {module}
         from gpu_check.block import Outcome, Setting
         outcome = {module}.{function}(Setting("cuda", quick=True))
-        print(json.dumps([dataclasses.asdict(outcome), fake_cuda.library.standin_violations()]))
+        print(json.dumps([dataclasses.asdict(outcome), fake_cuda.driver.violations()]))
     """
-    folders = {"LD_LIBRARY_PATH": (driver_folder,), "PYTHONPATH": (ROOT / "tests", ROOT / "bench")}
-    variables = {name: os.pathsep.join(map(str, places)) for name, places in folders.items()}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, **variables}, capture_output=True, text=True
-    )
+    done = standin.run(driver_folder, program, ROOT / "bench")
     assert done.returncode == 0, done.stderr
     outcome, violations = json.loads(done.stdout)
     return Outcome(**outcome), violations

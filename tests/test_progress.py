@@ -69,7 +69,7 @@ def test_after_a_step_of_a_loop_that_reads_ahead_two_steps_come_into_question() 
 
 def test_what_was_read_ahead_is_worked_on_when_the_loader_has_ended() -> None:
     progress = taken(1, 2)
-    progress.work(0)[0]
+    progress.work(0)
     progress.finish()
     progress.end(iteration=1)
     assert progress.latest().ticket is TICKETS[1]
@@ -78,7 +78,7 @@ def test_what_was_read_ahead_is_worked_on_when_the_loader_has_ended() -> None:
 def test_nothing_taken() -> None:
     progress = taken(0, 0)
     with pytest.raises(RuntimeError, match=r"no step has been taken .*chronica_hvd\.DataLoader"):
-        progress.work(0)[0]
+        progress.work(0)
     with pytest.raises(RuntimeError, match="no step is at work"):
         progress.latest()
     progress.refuse_incomplete()
@@ -174,11 +174,11 @@ def test_two_micro_batches_without_a_backward_pass_between(worked_on: int) -> No
     progress, take = loop(0)
     take(MICRO)
     if worked_on:
-        progress.work(0)[0]
+        progress.work(0)
         take(MICRO)
     take(MICRO)
     with pytest.raises(RuntimeError, match=r"2 micro-batches of step 5 .* before taking the next; .*lookahead=1"):
-        progress.work(1)[0]
+        progress.work(1)
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
@@ -195,28 +195,28 @@ def test_a_step_ends_after_all_its_micro_batches(lookahead: int, worked_on: int)
     if worked_on:
         with pytest.raises(RuntimeError, match=r"only 2 of the 3 micro-batches of step 5 had a backward pass"):
             progress.refuse_incomplete()
-        progress.work(3)[0]
+        progress.work(3)
     progress.refuse_incomplete()  # all, or none: skipped
 
 
 def test_more_backward_passes_than_micro_batches_read_ahead() -> None:
     progress, take = loop(1)
     take(MICRO)
-    progress.work(1)[0]
+    progress.work(1)
     with pytest.raises(
         RuntimeError, match=r"once more than micro-batches of step 5 were taken, 1\..*use_reentrant=False"
     ):
-        progress.work(2)[0]
+        progress.work(2)
 
 
 def test_the_next_step_is_begun_too_early() -> None:
     progress, take = loop(0)
     for _ in MICRO.weights:
         take(MICRO)
-        progress.work(0)[0]
+        progress.work(0)
     take(TICKETS[0])
     with pytest.raises(RuntimeError, match="2 steps were taken"):
-        progress.work(1)[0]
+        progress.work(1)
 
 
 def test_plans_are_to_be_compared_once_per_iteration_without_an_optimizer() -> None:

@@ -85,7 +85,6 @@ struct State {
   std::deque<CUstream_st> streams;
   std::deque<CUevent_st> events;
   std::int64_t live_events = 0;
-  std::int64_t most_events = 0;
   std::vector<Capture> captures;
 };
 
@@ -285,7 +284,7 @@ Result cuEventCreate(CUevent_st** event, unsigned /*flags*/) {
   return call("cuEventCreate", Needs::kContext, [&] {
     State& all = state();
     *event = &all.events.emplace_back(CUevent_st{stack.back()});
-    all.most_events = std::max(all.most_events, ++all.live_events);
+    ++all.live_events;
     return disturb_captures("cuEventCreate");
   });
 }
@@ -433,11 +432,6 @@ std::int64_t standin_calls(const char* function) {
 std::int64_t standin_live_events() {
   const std::lock_guard lock(state().mutex);
   return state().live_events;
-}
-
-std::int64_t standin_most_events() {
-  const std::lock_guard lock(state().mutex);
-  return state().most_events;
 }
 
 int standin_retains(int device) {

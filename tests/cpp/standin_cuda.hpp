@@ -38,6 +38,5 @@ void standin_fail(const char* function, std::int64_t nth, std::int64_t times, in
 std::int64_t standin_calls(const char* function);
 
 std::int64_t standin_live_events();
-std::int64_t standin_most_events();
 int standin_retains(int device);
 }

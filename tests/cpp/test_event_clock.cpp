@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "check.hpp"
+#include "drained_steps.hpp"
 #include "event_clock.hpp"
 #include "standin_cuda.hpp"
 #include "steady_clock.hpp"
@@ -23,7 +24,6 @@ namespace {
 namespace cuda = chronica::cuda;
 using chronica::EventClock;
 using Timer = chronica::StepTimer<EventClock>;
-using Steps = std::vector<std::int64_t>;
 
 constexpr int kGlobal = 0;
 constexpr int kThreadLocal = 1;
@@ -39,14 +39,6 @@ void measure(Timer& timer, std::int64_t step, CUstream_st* stream, std::int64_t 
     standin_enqueue(stream, work_ns);
   }
   CHECK(timer.stop());
-}
-
-Steps drained_steps(Timer& timer) {
-  Steps steps;
-  for (const chronica::Record& record : timer.drain()) {
-    steps.push_back(record.work.step);
-  }
-  return steps;
 }
 
 int current_capture_mode() {
@@ -455,9 +447,7 @@ void the_pool_grows_to_its_bound_and_is_reused() {
 }
 
 /// A clock of the host that reads the device's time.
-struct VirtualClock {
-  using Interval = chronica::SteadyClock::Interval;
-
+struct VirtualClock : chronica::SteadyClock {
   static bool begin(Interval& interval) {
     interval.start_ns = standin_advance(0);
     return true;
@@ -466,11 +456,6 @@ struct VirtualClock {
     interval.stop_ns = standin_advance(0);
     return true;
   }
-  static chronica::Reading read(const Interval& interval) { return chronica::SteadyClock::read(interval); }
-  static std::int64_t start_ns(const Interval& interval) { return interval.start_ns; }
-  static void release(Interval& /*interval*/) {}
-  static std::string_view failure() { return {}; }
-  static std::string_view name() { return "virtual"; }
 };
 
 void a_million_records_agree_with_a_host_clock() {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "check.hpp"
+#include "drained_steps.hpp"
 #include "steady_clock.hpp"
 #include "step_timer.hpp"
 
@@ -67,16 +68,6 @@ void measure(Timer& timer, std::int64_t step) {
   timer.start({step, 1, 2, 3, 4});
   CHECK(timer.stop());
 }
-
-std::vector<std::int64_t> drained_steps(Timer& timer) {
-  std::vector<std::int64_t> steps;
-  for (const chronica::Record& record : timer.drain()) {
-    steps.push_back(record.work.step);
-  }
-  return steps;
-}
-
-using Steps = std::vector<std::int64_t>;
 
 void keeps_what_was_said() {
   Timer timer(4);
