@@ -197,7 +197,7 @@ class Planner:
             assigned = assigned.with_largest_first(full_steps, options.padding == "max")
         indices = order[assigned.places]
         shape = (assigned.bounds.size, work.ranks)
-        factors, weights, spread = self._weights(indices, assigned)
+        factors, weights, divisors, spread = self._weights(indices, assigned)
         return Plan(
             indices=indices,
             offsets=offsets(assigned.held),
@@ -206,6 +206,7 @@ class Planner:
             factors=factors,
             counts=assigned.counts.reshape(shape),
             weights=weights,
+            divisors=divisors,
             loads=assigned.loads.reshape(shape),
             tails=assigned.tails.reshape(shape),
             lower_bounds=assigned.bounds,
@@ -246,8 +247,8 @@ class Planner:
 
     def _weights(
         self, indices: NDArray[np.int64], assigned: Assigned
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
-        """Return the micro-batches' and the ranks' gradient factors ranks · W / ΣW, and the spread of the steps' ΣW."""
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], float]:
+        """Return the micro-batches' and the ranks' gradient factors ranks · W / ΣW, the ΣW, and their spread."""
         if self.workload.loss_weights is None:
             amounts = assigned.held.astype(np.float64)
         else:
@@ -259,12 +260,14 @@ class Planner:
         spread = float(totals.max()) / median if median > 0.0 else math.inf
         if isinstance(self.options.loss_weight, str) and self.options.loss_weight == "sum":
             ranks_are_real = (assigned.counts > 0).reshape(of_ranks.shape)
-            return assigned.is_real.astype(np.float64), ranks_are_real.astype(np.float64), spread
+            none = np.full_like(totals, np.nan)
+            return assigned.is_real.astype(np.float64), ranks_are_real.astype(np.float64), none, spread
         if self.options.normalize == "epoch":
             totals = np.full_like(totals, totals.mean())
         return (
             self.workload.ranks * _shares(amounts, np.repeat(totals, assigned.step_batches)),
             self.workload.ranks * _shares(of_ranks, totals[:, None]),
+            totals,
             spread,
         )
 

@@ -37,6 +37,9 @@ class Plan:
         (steps, ranks) the factor on the gradient of the mean loss over all of a rank's samples. A step's add up to
         ``ranks`` (to 0 where all its loss weights are 0; with ``normalize="epoch"`` to more in a step of more than the
         mean loss weight). With ``loss_weight="sum"`` each is 1, a filler's 0.
+    divisors
+        (steps,) the total loss weight that a step's loss is divided by: its own, or with ``normalize="epoch"`` the
+        epoch's mean. NaN with ``loss_weight="sum"``.
     loads
         (steps, ranks) predicted time: cost · rank_scale ÷ speed, fixed costs and fillers included.
     tails
@@ -60,6 +63,7 @@ class Plan:
     factors: NDArray[np.float64]
     counts: NDArray[np.int64]
     weights: NDArray[np.float64]
+    divisors: NDArray[np.float64]
     loads: NDArray[np.float64]
     tails: NDArray[np.float64]
     lower_bounds: NDArray[np.float64]

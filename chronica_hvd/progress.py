@@ -14,7 +14,14 @@ from chronica_hvd.timing import Place, Timing, Work
 class StepTicket:
     """A step as the loader hands it out: what the optimizer needs to weigh its gradients and to time it.
 
-    ``weights`` are this rank's gradient factors, ``work`` what is computed; one each per micro-batch.
+    Attributes
+    ----------
+    weights, work
+        This rank's gradient factors, and what is computed; one each per micro-batch.
+    unit
+        The factor of one unit of loss weight, ranks ÷ divisor (1 where the divisor is 0); NaN where losses are summed.
+    is_filler
+        Whether the samples count elsewhere, and here only keep the rank in step.
     """
 
     epoch: int
@@ -22,6 +29,8 @@ class StepTicket:
     weights: tuple[float, ...]
     fingerprint: str
     work: tuple[Work, ...] = ()
+    unit: float = 1.0
+    is_filler: bool = False
 
 
 @dataclass

@@ -140,10 +140,18 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
         return _by_blocks(self.plan.steps, functools.partial(self._ticket, self.plan, self._epoch))
 
     def _ticket(self, plan: Plan, epoch: int, step: int) -> StepTicket:
-        part = plan.part(step, self.world.rank)
-        batches = plan.batches(step, self.world.rank)
-        work = tuple(map(self._planner.workload.work, batches, plan.lengths[part].tolist()))
-        return StepTicket(epoch, step, tuple(plan.factors[part].tolist()), plan.fingerprint, work)
+        rank = self.world.rank
+        part = plan.part(step, rank)
+        divisor = float(plan.divisors[step])
+        return StepTicket(
+            epoch,
+            step,
+            weights=tuple(plan.factors[part].tolist()),
+            fingerprint=plan.fingerprint,
+            work=tuple(map(self._planner.workload.work, plan.batches(step, rank), plan.lengths[part].tolist())),
+            unit=plan.ranks / divisor if divisor else 1.0,
+            is_filler=bool(plan.counts[step, rank] == 0),
+        )
 
     def steps(self) -> Iterator[list[list[int]]]:
         """Yield the micro-batches of each step."""
