@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import numbers
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from chronica_hvd.progress import Progress, StepTicket
+from chronica_hvd.progress import Progress
+from chronica_hvd.tickets import OpenStep, StepTicket
 from chronica_hvd.world import World, horovod
 
 
@@ -20,33 +22,71 @@ class _Sampler(Protocol):
     progress: Progress
 
 
-def compare_plans(world: World, name: str, ticket: StepTicket, finished: int) -> None:
-    """Compare what all ranks are at; another plan, epoch, step or number of finished steps is an error on every rank.
+class Standing(NamedTuple):
+    """Where a rank stands, as the others must too.
+
+    ``data`` tells data sets apart; ``finished``, ``left_out`` and ``idle`` are those of :class:`Cursor`.
+    """
+
+    ticket: StepTicket
+    data: int = 0
+    finished: int = 0
+    left_out: int = 0
+    idle: int = 0
+
+
+def compare_plans(world: World, name: str, standing: Standing, notes: Sequence[int] = ()) -> list[int]:
+    """Compare what all ranks are at, and return the largest of all ranks of each of the notes.
 
     Raises
     ------
     RuntimeError
-        On every rank alike; the message names the ranks and what they hold.
+        They are at another plan, epoch, step or number of finished steps, load other data, or some ranks have left a
+        step out that others trained on. On every rank alike; the message names the ranks and what they hold.
     """
     if world.size == 1:
-        return
+        return list(notes)
+    ticket = standing.ticket
     # The upper half would not fit int64; 63 bits of a hash are as good as 64.
-    own = torch.tensor([[int(ticket.fingerprint, 16) >> 1, ticket.epoch, ticket.step, finished]], dtype=torch.int64)
-    every = horovod().allgather(own, name=f"chronica.plan.{name}", process_set=world.process_set)
-    held: dict[tuple[int, ...], list[int]] = {}
-    for rank, row in enumerate(every.tolist()):
-        held.setdefault(tuple(row), []).append(rank)
-    if len(held) > 1:
-        lines = [
-            f"ranks {', '.join(map(str, ranks))}: plan {2 * plan:016x}, epoch {epoch}, step {step}, {made} steps made"
-            for (plan, epoch, step, made), ranks in held.items()
-        ]
+    held = (int(ticket.fingerprint, 16) >> 1, ticket.epoch, ticket.step, standing.finished, standing.data)
+    own = torch.tensor([[*held, standing.left_out, standing.idle, *notes]], dtype=torch.int64)
+    every = horovod().allgather(own, name=f"chronica.plan.{name}", process_set=world.process_set).tolist()
+    holders: dict[tuple[int, ...], list[int]] = {}
+    for rank, row in enumerate(every):
+        holders.setdefault(tuple(row[: len(held)]), []).append(rank)
+    if len(holders) > 1:
+        raise RuntimeError(_difference(holders))
+    # An idle rank, whose samples did not count, may have left out as many steps as the others.
+    left_out, idle = ([row[len(held) + place] for row in every] for place in (0, 1))
+    if max(left_out) > min(map(sum, zip(left_out, idle, strict=True))):
         raise RuntimeError(
-            "the ranks do not hold the same plan or are not at the same step, so their weights would be wrong. "
-            + "; ".join(lines)
-            + ". Give BatchSampler the same sizes, batch size, cost, seed, epoch and options on every rank (the ranks' "
-            "own fits of a cost differ: gather the records first), and leave a loop early on all ranks or on none."
+            f"some ranks have left out steps that others trained on, whose gradients so lack their samples: {left_out} "
+            "steps had no backward pass, by rank. Leave a step out on every rank, by optimizer.skip_step(); or leave "
+            "out one rank's samples by optimizer.set_weight(0), called on it in place of backward(), after "
+            "set_weight(amount) was called for every other batch"
         )
+    return [max(column) for column in list(zip(*every, strict=True))[len(held) + 2 :]]
+
+
+def _difference(holders: dict[tuple[int, ...], list[int]]) -> str:
+    """Return what to say where ranks hold different plans or data."""
+    if len({row[:-1] for row in holders}) == 1:
+        parts = "; ".join(f"ranks {', '.join(map(str, ranks))}: data {row[-1]:016x}" for row, ranks in holders.items())
+        return (
+            f"the ranks load different data sets ({parts}), as after splitting the data by rank: give every rank the "
+            "whole data set, for the sampler deals it out itself"
+        )
+    lines = [
+        f"ranks {', '.join(map(str, ranks))}: plan {2 * plan:016x}, epoch {epoch}, step {step}, {made} steps made"
+        for (plan, epoch, step, made, _), ranks in holders.items()
+    ]
+    return (
+        "the ranks do not hold the same plan or are not at the same step, so their weights would be wrong. "
+        + "; ".join(lines)
+        + ". Give BatchSampler the same sizes (of the whole data set), batch size, cost, seed, epoch and options on "
+        "every rank (the ranks' own fits of a cost differ: gather the records first), and leave a loop early on all "
+        "ranks or on none."
+    )
 
 
 def average(value: Any, sampler: _Sampler) -> Any:
@@ -91,8 +131,7 @@ def average(value: Any, sampler: _Sampler) -> Any:
         differ; or the sampler's ranks were given by hand and are not those that Horovod runs, so that there is nobody
         to average with.
     """
-    values = list(value) if isinstance(value, list | tuple) else [value]
-    given = [_as_tensor(single) for single in values]
+    values = _as_tensors(value)
     if not isinstance(getattr(sampler, "progress", None), Progress):
         raise TypeError(
             "average needs the sampler whose batch the value belongs to, a chronica_hvd.BatchSampler, "
@@ -100,29 +139,59 @@ def average(value: Any, sampler: _Sampler) -> Any:
         )
     step = sampler.progress.latest()
     step.refuse_untaken("average() was called")
-    weights = step.ticket.weights
-    if len(given) != len(weights):
-        raise ValueError(
-            f"step {step.ticket.step} has {len(weights)} micro-batches on this rank, but {len(given)} "
-            f"{'value was' if len(given) == 1 else 'values were'} given; give a list of one value for each micro-batch"
-        )
-    if any(single.shape != given[0].shape for single in given):
-        raise ValueError(f"the values must have one shape, not {', '.join(str(tuple(one.shape)) for one in given)}")
+    _refuse_other_number(values, step)
     world = _horovods(sampler.world)
-    result_dtype = functools.reduce(torch.promote_types, [single.dtype for single in given])
+    if world.size > 1 and sampler.progress.must_compare():
+        compare_plans(world, "average", Standing(step.ticket, sampler.progress.data))
+    return _as_given(value, _weighted_mean(values, step, world, "chronica.average"))
+
+
+def average_of_step(value: Any, step: OpenStep, world: World, name: str) -> Any:
+    """Return what :func:`average` does, of a step at hand and under a name of its own."""
+    values = _as_tensors(value)
+    _refuse_other_number(values, step)
+    return _as_given(value, _weighted_mean(values, step, world, name))
+
+
+def _weighted_mean(values: list[torch.Tensor], step: OpenStep, world: World, name: str) -> torch.Tensor:
+    """Return the mean over the ranks' micro-batches, by the weights of their gradients."""
+    result_dtype = functools.reduce(torch.promote_types, [single.dtype for single in values])
     # Horovod cannot send bfloat16, and half precision would lose what averaging gains.
-    own = torch.zeros_like(given[0], dtype=torch.promote_types(result_dtype, torch.float32)).reshape(-1)
-    for single, weight in zip(given, weights, strict=True):
+    dtype = torch.promote_types(result_dtype, torch.float32)
+    own = torch.zeros(values[0].numel(), dtype=dtype, device=values[0].device)
+    for single, weight in zip(values, step.weights, strict=True):
         if weight != 0.0:
             own = own + single.to(own).reshape(-1) * weight
+    # Weights that were set in place of the planned ones add up to something else than these.
+    sums = torch.tensor([sum(step.weights), sum(step.ticket.weights)], dtype=dtype, device=own.device)
+    own = torch.cat([own, sums])
     if world.size > 1:
-        if sampler.progress.must_compare():
-            compare_plans(world, "average", step.ticket, sampler.progress.finished)
         hvd = horovod()
-        own = hvd.allreduce(own, op=hvd.Average, name="chronica.average", process_set=world.process_set)
-    if not any(isinstance(single, torch.Tensor) for single in values):
-        return own.item()
-    return own.reshape(given[0].shape).to(result_dtype)
+        own = hvd.allreduce(own, op=hvd.Average, name=name, process_set=world.process_set)
+    mean, of_set, of_planned = own[:-2], own[-2], own[-1]
+    if step.ticket.divides_by_own:
+        mean = mean * torch.where((of_set == of_planned) | (of_set == 0.0), 1.0, 1.0 / of_set)
+    return mean.reshape(values[0].shape).to(result_dtype)
+
+
+def _refuse_other_number(values: list[torch.Tensor], step: OpenStep) -> None:
+    if len(values) != step.micro_batches:
+        raise ValueError(
+            f"step {step.ticket.step} has {step.micro_batches} micro-batches on this rank, but {len(values)} "
+            f"{'value was' if len(values) == 1 else 'values were'} given; give a list of one value for each micro-batch"
+        )
+    if any(single.shape != values[0].shape for single in values):
+        raise ValueError(f"the values must have one shape, not {', '.join(str(tuple(one.shape)) for one in values)}")
+
+
+def _as_given(value: Any, mean: torch.Tensor) -> Any:
+    """Return a mean as a tensor, or as a float where numbers were given."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return mean if any(isinstance(single, torch.Tensor) for single in values) else mean.item()
+
+
+def _as_tensors(value: Any) -> list[torch.Tensor]:
+    return [_as_tensor(single) for single in (value if isinstance(value, list | tuple) else [value])]
 
 
 def _as_tensor(value: Any) -> torch.Tensor:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import collections
+import hashlib
 import itertools
 import time
+import warnings
 from collections.abc import Iterator, Sized
 from typing import Any
 
+import numpy as np
 import torch.utils.data
 
-from chronica_hvd.progress import StepTicket
 from chronica_hvd.sampler import BatchSampler
+from chronica_hvd.tickets import StepTicket
 
 
 class _MicroBatches:
@@ -85,6 +89,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         if not options.get("in_order", True):
             raise ValueError("in_order must be True, not False: a batch out of order would get another step's weight")
         super().__init__(dataset, batch_sampler=batch_sampler, **options)
+        batch_sampler.progress.data = _data_identity(dataset)
 
     @property
     def _index_sampler(self) -> _MicroBatches:
@@ -124,10 +129,18 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         A step is begun when its first micro-batch is taken. Doing so before all of the step before it was taken, or
         going through a step twice, is a RuntimeError. ``len(step)`` is the number of its micro-batches on this rank.
         """
+        sampler = self.batch_sampler
+        if sampler.draws_anew and sampler.progress.would_repeat(sampler.epoch):
+            warnings.warn(
+                f"epoch {sampler.epoch} is trained on once more, with the same batches in the same order: call "
+                "sampler.set_epoch(epoch) before each epoch",
+                UserWarning,
+                stacklevel=2,
+            )
         # The batches and what is said of them come from one plan: set_epoch() in the middle changes neither.
-        return self._steps(enumerate(super().__iter__()), self.batch_sampler.tickets())
+        return self._steps(enumerate(super().__iter__()), sampler.tickets(), sampler.epoch)
 
-    def _steps(self, batches: Iterator[tuple[int, Any]], tickets: Iterator[StepTicket]) -> Iterator[Step]:
+    def _steps(self, batches: Iterator[tuple[int, Any]], tickets: Iterator[StepTicket], epoch: int) -> Iterator[Step]:
         progress = self.batch_sampler.progress
         iteration = progress.begin()
         first = 0
@@ -136,7 +149,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             own = itertools.islice(batches, micro_batches)
             yield Step(self._hand_out(iteration, ticket, own, first), micro_batches)
             first += micro_batches
-        progress.end(iteration)
+            if progress.is_given_up(ticket):
+                collections.deque(own, maxlen=0)  # what was not taken of it is loaded all the same
+        progress.end(iteration, epoch)
 
     def _hand_out(
         self, iteration: int, ticket: StepTicket, batches: Iterator[tuple[int, Any]], first: int
@@ -154,3 +169,11 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 )
             self.batch_sampler.progress.hand_out(iteration, ticket, time.monotonic_ns() - asked_ns)
             yield batch
+
+
+def _data_identity(dataset: Any) -> int:
+    """Return a number that differs where ranks were given different parts of a data set; 0 where nobody can tell."""
+    if not isinstance(dataset, torch.utils.data.Subset):
+        return 0
+    chosen = np.fromiter(dataset.indices, dtype=np.int64, count=len(dataset.indices))
+    return int.from_bytes(hashlib.blake2b(chosen.data, digest_size=7).digest(), "little")

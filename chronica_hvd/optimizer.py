@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import itertools
-import time
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from chronica_hvd import checks
+from chronica_hvd.compression import Carrier
 from chronica_hvd.sampler import BatchSampler
 from chronica_hvd.timing import Timing
 from chronica_hvd.weigh import Weigher, refuse_weighed
 from chronica_hvd.world import horovod
+from chronica_hvd.wrapped import replace_methods
 
 #: Optimizers are made in the same order on every rank, so their number names their collectives.
 _numbers = itertools.count()
@@ -34,7 +34,7 @@ def DistributedOptimizer(  # noqa: N802 (it takes the place of hvd.DistributedOp
 
     After the allreduce each rank holds the gradient of the mean loss over the global batch, however it was split. Use
     it exactly as Horovod's, ``synchronize()`` and ``skip_synchronize()`` included. The ranks' plans are compared in the
-    first step of every 64.
+    first step of every epoch and of every 64.
 
     Hooks on parameters (``register_hook``, ``register_post_accumulate_grad_hook``, multi-gradient hooks) are called as
     ever. Hooks that others put on the very nodes that accumulate gradients see ``None`` from a step's second
@@ -47,26 +47,42 @@ def DistributedOptimizer(  # noqa: N802 (it takes the place of hvd.DistributedOp
     named_parameters
         ``model.named_parameters()``.
     sampler
-        The :class:`BatchSampler` whose batches are trained on; ``None``: every weight is 1.
+        The :class:`BatchSampler` whose batches are trained on; ``None``: every weight is 1. Several optimizers may
+        share one (two networks trained on the same batches); one may leave steps out that another trains on.
     lookahead
-        How many steps beyond the one trained on may have been taken from the loader, for wrappers that read ahead.
-        With micro-batches ``backward()`` must then be called exactly once for each, in order.
+        How many steps beyond the one trained on a wrapper has taken from the loader. Then ``backward()`` must be called
+        for every step, with micro-batches exactly once for each, in order.
     options
         Horovod's: ``compression``, ``op`` (Average or Sum), ``gradient_predivide_factor``, ``groups``,
-        ``sparse_as_dense``, ``process_set``. ``backward_passes_per_step`` above 1 with a sampler is not built yet.
+        ``sparse_as_dense``, ``process_set``, and ``backward_passes_per_step``: so many steps of the sampler make one
+        update, to which their gradients add up, as in Horovod; or so many losses of each micro-batch have a
+        ``backward()`` of their own. bfloat16 gradients travel as float32.
 
     Returns
     -------
-    Horovod's optimizer, an instance of the given optimizer's class, with two more attributes: ``weight``, the gradient
-    factor of the micro-batch at work, and ``timing``, what steps and micro-batches took (a
-    :class:`chronica_hvd.timing.Timing`; ``None`` without a sampler).
+    Horovod's optimizer, an instance of the given optimizer's class, with more attributes:
+
+    ``weight``
+        The gradient factor of the micro-batch at work.
+    ``set_weight(amount)``
+        Before ``backward()``: what the micro-batch at work really counts in the denominator of the loss, where that is
+        known only after reading it (say, its number of valid tokens); not negative. The gradient is then that of
+        the mean over the true amounts of the global batch; with ``normalize="epoch"`` it is divided as planned. To be
+        called for every batch, from the first one of an epoch on; micro-batches it is not called for count as
+        planned, fillers 0. On a rank whose amount is 0, ``backward()`` may be left out.
+    ``step(closure)``
+        As torch's: the closure is called as often as the optimizer asks, each time its gradients are combined, and the
+        optimizer gets the mean loss of the global batch. With micro-batches it returns a list of one for each.
+    ``skip_step()``
+        Give the step at work up, on every rank alike, be some gradients of it computed or not. In the middle of a step
+        leave the loop over its micro-batches afterwards.
+    ``timing``
+        What steps and micro-batches took (a :class:`chronica_hvd.timing.Timing`; ``None`` without a sampler).
 
     Raises
     ------
     TypeError, ValueError
         An argument is not allowed; ``op=hvd.Adasum`` among them, which reduces parameter differences, not gradients.
-    NotImplementedError
-        ``backward_passes_per_step`` above 1 with a sampler; a second optimizer for the same sampler.
     RuntimeError
         Horovod is missing or not initialised. From ``backward()``: no step was taken from the sampler's loader, or too
         many, so that the weight would be a guess. From ``synchronize()`` or ``step()``: the ranks' plans differ, or not
@@ -86,24 +102,49 @@ def DistributedOptimizer(  # noqa: N802 (it takes the place of hvd.DistributedOp
         raise TypeError(f"unknown option {unknown[0]!r}; Horovod's options are {', '.join(known)}")
     _check_reduction(options, hvd)
     passes = checks.integer("backward_passes_per_step", options.get("backward_passes_per_step", 1), least=1)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    names = _names(optimizer, named_parameters)
     if not hvd.is_initialized():
         raise RuntimeError("Horovod is not initialised: call hvd.init() first")
+    if sampler is not None:
+        options["process_set"] = _shared_process_set(sampler, options.get("process_set"), hvd)
+        refuse_weighed(parameters)
+    number = next(_numbers)
+    # Two optimizers' parameters may have the same names, which Horovod would take for the same tensors.
+    named = [(f"{number}.{name}" if number else name, parameter) for name, parameter in names]
+    options["compression"] = Carrier(options.get("compression", hvd.Compression.none))
+    wrapped = hvd.DistributedOptimizer(optimizer, named, **options)
     if sampler is None:
-        return _with_figures(hvd.DistributedOptimizer(optimizer, named_parameters, **options), None, None)
-
-    options["process_set"] = _shared_process_set(sampler, options.get("process_set"), hvd)
-    if passes > 1:
-        raise NotImplementedError("backward_passes_per_step above 1 with a sampler is not built yet")
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    refuse_weighed(parameters)
+        replace_methods(wrapped, None, None, str(number))
+        return wrapped
     # The sampler may have been told its rank by hand; the plans are compared over the ranks that combine gradients.
     world = dataclasses.replace(sampler.world, process_set=options["process_set"])
-    weigher = Weigher(sampler.progress, world, name=str(next(_numbers)))
     timing = Timing(_device(parameters))
-    sampler.progress.attach(weigher, lookahead, timing)
-    wrapped = hvd.DistributedOptimizer(optimizer, named_parameters, **options)
-    weigher.watch(parameters, functools.partial(_expect_passes, wrapped))
-    return _with_weigher(_with_figures(wrapped, sampler, timing), weigher)
+    weigher = Weigher(sampler.progress, world, str(number), lookahead, passes, timing)
+    weigher.watch(parameters, wrapped)
+    replace_methods(wrapped, weigher, timing, str(number))
+    return wrapped
+
+
+def _names(optimizer: torch.optim.Optimizer, named_parameters: Any) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return (name, parameter) of each parameter, checked as far as Horovod would not say clearly what is wrong."""
+    if named_parameters is None:
+        return [
+            (f"parameter.{i}.{j}", parameter)
+            for i, group in enumerate(optimizer.param_groups)
+            for j, parameter in enumerate(group["params"])
+        ]
+    what = "named_parameters must be model.named_parameters(), pairs of a name and a parameter"
+    try:
+        names = list(named_parameters)
+    except TypeError:
+        raise TypeError(f"{what}, not {named_parameters!r}") from None
+    for pair in names:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise TypeError(f"{what}; {pair!r} is among them")
+        if not isinstance(pair[1], torch.Tensor):
+            raise TypeError(f"{what}; the one named {pair[0]!r} is {pair[1]!r}")
+    return names
 
 
 def _check_reduction(options: dict[str, Any], hvd: Any) -> None:
@@ -125,6 +166,10 @@ def _check_reduction(options: dict[str, Any], hvd: Any) -> None:
     factor = checks.real("gradient_predivide_factor", options.get("gradient_predivide_factor", 1.0))
     if factor <= 0.0:
         raise ValueError(f"gradient_predivide_factor must be positive, not {factor:g}")
+    if factor != 1.0 and options.get("groups") is not None:
+        raise ValueError(
+            f"gradient_predivide_factor={factor:g} cannot be used with groups, in which Horovod passes it over"
+        )
     if factor != 1.0 and op == hvd.Sum:
         raise ValueError(
             f"gradient_predivide_factor={factor:g} needs op=hvd.Average: it splits the division by the number of ranks"
@@ -145,47 +190,6 @@ def _shared_process_set(sampler: BatchSampler, given: Any, hvd: Any) -> Any:
     return process_set
 
 
-def _expect_passes(wrapped: Any, passes: int, anew: bool) -> None:
-    """Have Horovod send each gradient after its last backward pass of the step that begins, and not before.
-
-    ``anew``: an earlier step was given up half way, so that Horovod has counted some of its passes.
-    """
-    wrapped._synchronized = False  # as a step leaves it that was synchronized and then not made, by GradScaler say
-    if anew or wrapped.backward_passes_per_step != passes:
-        wrapped.set_backward_passes_per_step(passes)
-
-
 def _device(parameters: Iterable[torch.nn.Parameter]) -> torch.device | None:
     """Return the CUDA device that the model's compute begins and its backward pass ends on, if it has one."""
     return next((parameter.device for parameter in parameters if parameter.is_cuda), None)
-
-
-def _with_figures(wrapped: Any, sampler: BatchSampler | None, timing: Timing | None) -> Any:
-    # Horovod makes a class for each object; subclassing that recurses for ever (it calls super(self.__class__, self)),
-    # so the class itself gets what is ours.
-    type(wrapped).weight = property(lambda _: 1.0 if sampler is None else sampler.weight)
-    type(wrapped).timing = property(lambda _: timing)
-    return wrapped
-
-
-def _with_weigher(wrapped: Any, weigher: Weigher) -> Any:
-    horovods_synchronize = type(wrapped).synchronize
-
-    def synchronize(self: Any) -> None:
-        """Wait for the gradients of all ranks; once per step the step counts as finished."""
-        # After a step that was synchronized and not made _synchronized is still set: hence both questions.
-        is_first = weigher.is_step_open or not self._synchronized
-        if is_first:
-            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-            weigher.refuse_unwatched(parameters)
-            weigher.refuse_incomplete(parameters)
-            weigher.end_compute()
-            begin = time.monotonic_ns()
-            weigher.compare_plans()
-        horovods_synchronize(self)
-        if is_first:
-            end = time.monotonic_ns()
-            weigher.finish_step(end - begin, end)
-
-    type(wrapped).synchronize = synchronize
-    return wrapped

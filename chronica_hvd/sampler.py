@@ -16,7 +16,8 @@ from chronica_hvd.cost import CostModel
 from chronica_hvd.options import PlanOptions
 from chronica_hvd.planner import Planner
 from chronica_hvd.plans import Plan
-from chronica_hvd.progress import Progress, StepTicket
+from chronica_hvd.progress import Progress
+from chronica_hvd.tickets import StepTicket
 from chronica_hvd.world import World
 
 Item = TypeVar("Item")
@@ -118,6 +119,11 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
         return self._planner.workload.speeds
 
     @property
+    def draws_anew(self) -> bool:
+        """Whether every epoch has an order of its own."""
+        return self._planner.options.shuffle and self._planner.workload.indices is None
+
+    @property
     def samples(self) -> int:
         """Number of samples of the data set."""
         return int(self._planner.workload.sizes.size)
@@ -151,6 +157,7 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
             work=tuple(map(self._planner.workload.work, plan.batches(step, rank), plan.lengths[part].tolist())),
             unit=plan.ranks / divisor if divisor else 1.0,
             is_filler=bool(plan.counts[step, rank] == 0),
+            divides_by_own=self._planner.options.normalize != "epoch",
         )
 
     def steps(self) -> Iterator[list[list[int]]]:

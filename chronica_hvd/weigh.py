@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from chronica_hvd import _core
-from chronica_hvd.blocks import BLOCK_STEPS
-from chronica_hvd.gather import compare_plans
-from chronica_hvd.progress import Progress, StepTicket
+from chronica_hvd import _core, checks
+from chronica_hvd.amounts import TrueAmounts
+from chronica_hvd.cursor import Cursor
+from chronica_hvd.gather import Standing, compare_plans
+from chronica_hvd.passes import PassCount
+from chronica_hvd.progress import Progress
+from chronica_hvd.tickets import OpenStep
+from chronica_hvd.timing import Timing
 from chronica_hvd.world import World
 
 #: Marks a parameter's gradient accumulator as weighed; it lives as long as the optimizer that marked it.
@@ -28,34 +33,49 @@ class Weigher:
     Parameters
     ----------
     progress
-        Which micro-batch is at work.
+        Of the sampler: which micro-batch is at work.
     world
         The ranks whose plans must agree.
     name
         Tells this optimizer's collectives from those of others; the same on every rank.
+    lookahead, passes
+        So many steps a wrapper takes ahead; ``backward_passes_per_step``.
+    timing
+        Who times the micro-batches.
     """
 
-    def __init__(self, progress: Progress, world: World, name: str) -> None:
+    def __init__(
+        self,
+        progress: Progress,
+        world: World,
+        name: str,
+        lookahead: int = 0,
+        passes: int = 1,
+        timing: Timing | None = None,
+    ) -> None:
         self._progress = progress
+        self._cursor: Cursor = progress.attach(self, lookahead, timing, passes)
         self._world = world
         self._name = name
-        self._at_work: StepTicket | None = None
+        self._per_update = passes
+        self._at_work: OpenStep | None = None
+        self._place = 0  # in that step
         self._pass_weight = _core.PassWeight(self)
-        self._followed: set[int] = set()  # backward passes of this step whose end will be told
+        self._followed: set[int] = set()  # backward passes of this update whose end will be told
         self._lock = threading.Lock()  # autograd has a thread for each device
-        self._expect_passes: Callable[[int, bool], None] = lambda passes, anew: None
         self._accumulators: list[Any] = []  # hooks live as long as these nodes are held
+        self._parameters: list[torch.nn.Parameter] = []
+        self._sparse_dims: dict[torch.nn.Parameter, int] = {}  # of gradients that are sparse on some rank
+        self._count: PassCount | None = None
+        self._amounts: TrueAmounts | None = None
 
-    def watch(
-        self, parameters: Iterable[torch.nn.Parameter], expect_passes: Callable[[int, bool], None] | None = None
-    ) -> None:
-        """Weigh the gradients of these parameters from now on.
-
-        ``expect_passes`` is told before a step's first gradient is accumulated how many backward passes there will be,
-        and whether the step before it was given up.
-        """
-        self._expect_passes = expect_passes or self._expect_passes
-        for parameter in parameters:
+    def watch(self, parameters: Iterable[torch.nn.Parameter], optimizer: Any = None) -> None:
+        """Weigh the gradients of these parameters from now on; ``optimizer`` is Horovod's."""
+        self._parameters = list(parameters)
+        if optimizer is not None:
+            self._count = PassCount(optimizer, self._per_update)
+            self._amounts = TrueAmounts(self._world, self._name, optimizer)
+        for parameter in self._parameters:
             if parameter.requires_grad:
                 node = _accumulator(parameter)
                 node.metadata[_MARK] = True
@@ -65,20 +85,149 @@ class Weigher:
     def begin_pass(self, backward_pass: int) -> float:
         """Return the weight of a backward pass, from within it; passes within one come back to the outer one."""
         with self._lock:
-            weight, step, place = self._progress.work(backward_pass)
-            if step is not self._at_work:
-                self._expect_passes(len(step.weights), self._at_work is not None)
-                self._at_work = step
+            self._refuse_graph()
+            weight, step = self._cursor.work(backward_pass)
+            if step is not self._at_work or (step.reached != self._place and self._per_update > 1):
+                self._begin_micro_batch(step)
             if backward_pass not in self._followed:
                 self._followed.add(backward_pass)
                 try:  # have autograd say when the pass is through
-                    ended = functools.partial(self._progress.end_compute, place)
+                    ended = functools.partial(self._cursor.end_compute, step.place)
                     torch.autograd.Variable._execution_engine.queue_callback(ended)
                 except RuntimeError:
                     pass  # where it cannot, synchronize() is taken for the end
+            if self._amounts is not None and step.is_complete:
+                self._amounts.send(step.weights, self._parameters)
         return weight
 
-    def refuse_unwatched(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+    def _begin_micro_batch(self, step: OpenStep) -> None:
+        if self._count is not None:
+            is_first = step is self._cursor.open[0] and step.reached == 1
+            self._count.begin(step, is_first=is_first, is_anew=self._at_work is not None)
+        self._at_work, self._place = step, step.reached
+
+    def _refuse_graph(self) -> None:
+        if self._world.size > 1 and torch.is_grad_enabled():
+            raise RuntimeError(
+                "backward(create_graph=True) would have Horovod send gradients that are themselves part of a graph, "
+                "which it refuses. For a penalty on gradients take them by "
+                "torch.autograd.grad(..., create_graph=True), which neither weighs nor sends them, and call backward() "
+                "on the loss made of them"
+            )
+
+    def begin_closure(self) -> None:
+        """Note that a closure computes the steps at work, maybe several times: see :meth:`Cursor.repeat`."""
+        self._cursor.repeat()
+        self._forget_passes()
+
+    def begin_synchronize(self, parameters: Iterable[torch.nn.Parameter], *, is_given_up: bool = False) -> None:
+        """Check that the update of these parameters can be made, and do what must precede combining gradients.
+
+        Raises
+        ------
+        RuntimeError
+            A parameter is not weighed; not all micro-batches of the step at work (one that ``is_given_up`` aside) were
+            taken and had a backward pass; gradients are there that no backward pass of it has brought. Or, on every
+            rank: the plans differ, or some ranks left a step out that others have trained on.
+        """
+        self._refuse_unwatched(parameters)
+        if is_given_up:
+            self._cursor.at_work()
+        else:
+            self._cursor.refuse_incomplete()
+            if self._cursor.is_untouched and any(map(_has_gradient, self._parameters)):
+                raise RuntimeError(
+                    "there are gradients, but none came through backward() in this step, so they are not weighed: use "
+                    "loss.backward() rather than to set .grad, and to skip a step call zero_grad() before"
+                )
+        self._cursor.end_unended_compute()
+        if self._cursor.must_compare():
+            self._compare()
+        self._have_sparse_gradients()
+        if self._amounts is not None and (weights := self._cursor.closing_weights) is not None:
+            self._amounts.send(weights, self._parameters)
+
+    def end_synchronize(self) -> None:
+        """Correct the combined gradients by the true loss weights, where these were said."""
+        if self._amounts is not None:
+            self._amounts.correct(self._parameters)
+
+    def finish_step(self, synchronize_ns: int = 0, finished_ns: int = 0, *, is_given_up: bool = False) -> None:
+        """Note that the gradients of the step at work have been combined, how long that took and when it was."""
+        self._at_work = None
+        self._forget_passes()
+        self._cursor.finish(synchronize_ns, finished_ns, is_given_up=is_given_up)
+
+    def set_weight(self, amount: Any) -> None:
+        """Weigh the micro-batch at work by its true loss weight: see :func:`DistributedOptimizer`."""
+        amount = checks.real("amount", amount, least=0.0)
+        ticket = self._cursor.at_work().ticket
+        if math.isnan(ticket.unit):
+            raise RuntimeError(
+                'set_weight() has no meaning with loss_weight="sum": summed losses are divided by nothing'
+            )
+        if self._per_update > 1:
+            raise RuntimeError(
+                "set_weight() needs backward_passes_per_step=1: the gradients of several steps are added up before "
+                "the true loss weight of each is known"
+            )
+        if self._amounts is not None and ticket.divides_by_own:
+            if not (self._amounts.is_agreed or self._cursor.must_compare()):
+                raise RuntimeError(
+                    f"set_weight() was called for the first time in step {ticket.step} of epoch {ticket.epoch}, when "
+                    "other ranks do not expect it any more: call it for every batch, from the first one of an epoch on"
+                )
+            self._amounts.is_used = True
+        self._cursor.set_amount(amount)
+
+    @property
+    def is_step_open(self) -> bool:
+        """Whether a step has begun that is not finished, by a backward pass or by taking its first micro-batch."""
+        return self._at_work is not None or self._cursor.is_surely_begun
+
+    @property
+    def weight(self) -> float:
+        """The gradient factor of the micro-batch at work."""
+        return self._cursor.weight
+
+    def latest(self) -> OpenStep:
+        """Return the step that what is computed now belongs to."""
+        return self._cursor.latest()
+
+    def _forget_passes(self) -> None:
+        self._place = 0
+        self._followed.clear()
+        self._pass_weight.forget()
+
+    def _compare(self) -> None:
+        """Have the ranks agree on the plan, and on what they may not know of each other."""
+        cursor, amounts = self._cursor, self._amounts
+        ticket = cursor.oldest
+        if ticket is None:
+            return
+        own = [_sparse_dim(parameter) for parameter in self._parameters]
+        is_used = amounts is not None and amounts.is_used
+        of_any, *sparse_dims = compare_plans(
+            self._world,
+            self._name,
+            Standing(ticket, self._progress.data, cursor.finished_steps, cursor.left_out, cursor.idle),
+            [int(is_used), *own],
+        )
+        cursor.note_compared()
+        if amounts is not None and of_any:
+            amounts.is_agreed = True
+        self._sparse_dims |= {p: dim for p, dim in zip(self._parameters, sparse_dims, strict=True) if dim}
+
+    def _have_sparse_gradients(self) -> None:
+        """Give parameters an empty gradient where that of other ranks is sparse: they await a sparse one."""
+        for parameter, dim in self._sparse_dims.items():
+            if parameter.grad is None:
+                shape = parameter.shape
+                places = torch.empty((dim, 0), dtype=torch.int64, device=parameter.device)
+                values = parameter.new_empty((0, *shape[dim:]))
+                parameter.grad = torch.sparse_coo_tensor(places, values, shape, check_invariants=False)
+
+    def _refuse_unwatched(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Raise a RuntimeError if a trainable parameter is not weighed; on all ranks alike, and before any collective.
 
         A cast or a move replaces a parameter's gradient accumulator, and with it our hook and Horovod's.
@@ -91,46 +240,6 @@ class Weigher:
                 "chronica_hvd.DistributedOptimizer wrapped the optimizer. Do that before wrapping (parameters that are "
                 "trainable when wrapped may be frozen and unfrozen later)"
             )
-
-    def refuse_incomplete(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Raise a RuntimeError if micro-batches of the step at work were not taken or had no backward pass.
-
-        Or if gradients are there that no backward pass of it has brought: they were never weighed.
-        """
-        self._progress.refuse_incomplete()
-        if self._progress.is_untouched and any(_has_gradient(parameter) for parameter in parameters):
-            raise RuntimeError(
-                "there are gradients, but none came through backward() in this step, so they are not weighed: use "
-                "loss.backward() rather than to set .grad, and to skip a step call zero_grad() before"
-            )
-
-    @property
-    def is_step_open(self) -> bool:
-        """Whether a step has begun that is not finished, by a backward pass or by taking its first micro-batch."""
-        return self._at_work is not None or self._progress.is_surely_begun
-
-    def end_compute(self) -> None:
-        """Note that the step's compute is over, if autograd has not said so."""
-        self._progress.end_unended_compute()
-
-    def compare_plans(self) -> None:
-        """In the first step of every block, make sure that all ranks hold the same plan.
-
-        Raises
-        ------
-        RuntimeError
-            They do not; on every rank.
-        """
-        ticket = self._progress.oldest
-        if ticket is not None and ticket.step % BLOCK_STEPS == 0:
-            compare_plans(self._world, self._name, ticket, self._progress.finished)
-
-    def finish_step(self, synchronize_ns: int = 0, finished_ns: int = 0) -> None:
-        """Note that the gradients of the step at work have been combined, how long that took and when it was."""
-        self._at_work = None
-        self._followed.clear()
-        self._pass_weight.forget()
-        self._progress.finish(synchronize_ns, finished_ns)
 
 
 def refuse_weighed(parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -154,3 +263,8 @@ def _has_gradient(parameter: torch.nn.Parameter) -> bool:
     if gradient is None:
         return False
     return bool((gradient.coalesce().values() if gradient.is_sparse else gradient).any())
+
+
+def _sparse_dim(parameter: torch.nn.Parameter) -> int:
+    """Return how many dimensions of a parameter's gradient are sparse."""
+    return parameter.grad.sparse_dim() if parameter.grad is not None and parameter.grad.is_sparse else 0

@@ -10,7 +10,9 @@ import torch
 from helpers import recut_sampler
 
 import chronica_hvd as chronica
-from chronica_hvd.progress import Progress, StepTicket
+from chronica_hvd.cursor import Cursor
+from chronica_hvd.progress import Progress
+from chronica_hvd.tickets import StepTicket
 
 TICKETS = [StepTicket(0, step, (weight,), "") for step, weight in enumerate([0.5, 1.5, 1.0, 2.0])]
 
@@ -22,93 +24,142 @@ class Owner:
 OWNER = Owner()
 
 
-def taken(lookahead: int | None, steps: int) -> Progress:
-    """Return the progress of a loop that has taken so many steps and finished none."""
+def loop(lookahead: int, passes: int = 1) -> tuple[Progress, Cursor, Callable[[StepTicket], None]]:
+    """Return the progress of a loop that has taken nothing yet, its optimizer's cursor, and how it takes."""
     progress = Progress()
-    if lookahead is not None:
-        progress.attach(OWNER, lookahead)
-    iteration = progress.begin()
+    cursor = progress.attach(OWNER, lookahead, passes=passes)
+    return progress, cursor, functools.partial(progress.hand_out, progress.begin())
+
+
+def taken(lookahead: int, steps: int) -> tuple[Progress, Cursor]:
+    """Return the progress of a loop that has taken so many steps and finished none."""
+    progress, cursor, take = loop(lookahead)
     for ticket in TICKETS[:steps]:
-        progress.hand_out(iteration, ticket)
-    return progress
+        take(ticket)
+    return progress, cursor
 
 
 def test_steps_are_finished_in_order() -> None:
     progress = Progress()
-    progress.attach(OWNER, 0)
+    cursor = progress.attach(OWNER, 0)
     iteration = progress.begin()
     for ticket in TICKETS:
         progress.hand_out(iteration, ticket)
-        assert progress.latest().ticket is progress.oldest is ticket
-        assert progress.work(0)[0] == progress.weight == ticket.weights[0]
-        progress.finish()
-        assert progress.oldest is None
+        assert progress.latest().ticket is cursor.oldest is ticket
+        assert cursor.work(0)[0] == progress.weight == ticket.weights[0]
+        cursor.finish()
+        assert cursor.oldest is None
         assert progress.latest().ticket is ticket
-    progress.end(iteration)
+    progress.end(iteration, epoch=0)
     with pytest.raises(RuntimeError, match="the loop over it has ended"):
         progress.latest()
 
 
 def test_reading_ahead_must_be_declared() -> None:
     for lookahead in range(3):
-        assert taken(lookahead, 1 + lookahead).work(0)[0] == 0.5
-        too_far = taken(lookahead, 2 + lookahead)
-        for ask in (functools.partial(too_far.work, 0), too_far.latest):
+        assert taken(lookahead, 1 + lookahead)[1].work(0)[0] == 0.5
+        progress, cursor = taken(lookahead, 2 + lookahead)
+        for ask in (functools.partial(cursor.work, 0), progress.latest):
             with pytest.raises(RuntimeError, match=rf"{2 + lookahead} steps were taken .* allows {1 + lookahead}"):
                 ask()
 
 
 def test_after_a_step_of_a_loop_that_reads_ahead_two_steps_come_into_question() -> None:
-    progress = taken(1, 2)
-    assert progress.work(0)[0] == progress.weight == 0.5
-    progress.finish()
+    progress, cursor = taken(1, 2)
+    assert cursor.work(0)[0] == progress.weight == 0.5
+    cursor.finish()
     with pytest.raises(RuntimeError, match=r"between backward\(\) and optimizer\.step\(\)"):
         progress.latest()
-    assert progress.work(1)[0] == progress.weight == 1.5
+    assert cursor.work(1)[0] == progress.weight == 1.5
 
 
 def test_what_was_read_ahead_is_worked_on_when_the_loader_has_ended() -> None:
-    progress = taken(1, 2)
-    progress.work(0)
-    progress.finish()
-    progress.end(iteration=1)
+    progress, cursor = taken(1, 2)
+    cursor.work(0)
+    cursor.finish()
+    progress.end(iteration=1, epoch=0)
     assert progress.latest().ticket is TICKETS[1]
 
 
 def test_nothing_taken() -> None:
-    progress = taken(0, 0)
+    progress, cursor = taken(0, 0)
     with pytest.raises(RuntimeError, match=r"no step has been taken .*chronica_hvd\.DataLoader"):
-        progress.work(0)
+        cursor.work(0)
     with pytest.raises(RuntimeError, match="no step is at work"):
         progress.latest()
-    progress.refuse_incomplete()
-    progress.finish()
-    assert progress.oldest is None
+    cursor.refuse_incomplete()
+    cursor.finish()
+    assert cursor.oldest is None
 
 
 def test_a_new_iteration_forgets_the_old_one() -> None:
-    progress = taken(0, 1)
+    progress, cursor = taken(0, 1)
     iteration = progress.begin()
     with pytest.raises(RuntimeError, match="a newer iteration"):
         progress.hand_out(iteration - 1, TICKETS[1])
     progress.hand_out(iteration, TICKETS[0])
-    assert progress.work(0)[0] == 0.5
+    assert cursor.work(0)[0] == 0.5
 
 
-def test_two_optimizers_cannot_share_a_sampler() -> None:
-    progress = taken(0, 1)
-    progress.attach(OWNER, 1)
-    with pytest.raises(NotImplementedError, match="already serves another optimizer"):
-        progress.attach(Owner(), 0)
-    other = Progress()
-    other.attach(Owner(), 0)  # gone at once
-    other.attach(OWNER, 0)
+def test_optimizers_that_share_a_sampler_each_finish_every_step() -> None:
+    progress, first, take = loop(0)
+    second = progress.attach(OWNER, 0)
+    for ticket in TICKETS:
+        take(ticket)
+        for cursor in (first, second):
+            assert cursor.work(ticket.step)[0] == progress.weight == ticket.weights[0]
+            cursor.finish()
+            assert progress.latest().ticket is ticket
+    assert (first.finished_steps, second.finished_steps) == (4, 4)
+    assert (first.left_out, second.left_out) == (0, 0)
+
+
+def test_an_optimizer_may_leave_steps_out_that_another_trains_on() -> None:
+    progress, often, take = loop(0)
+    seldom = progress.attach(OWNER, 0)
+    for ticket in TICKETS:
+        take(ticket)
+        often.work(ticket.step)
+        often.finish()
+        if ticket.step % 2:
+            assert seldom.work(ticket.step)[0] == ticket.weights[0]
+            seldom.finish()
+    assert (often.finished_steps, seldom.finished_steps) == (4, 2)
+    assert (often.left_out, seldom.left_out) == (0, 0)
+
+
+def test_a_step_that_no_optimizer_has_trained_on_is_not_left_out_silently() -> None:
+    progress, first, take = loop(0)
+    second = progress.attach(OWNER, 0)
+    take(TICKETS[0])
+    take(TICKETS[1])
+    for cursor in (first, second):
+        with pytest.raises(RuntimeError, match="2 steps were taken"):
+            cursor.work(0)
+
+
+def test_an_optimizer_that_is_gone_is_not_waited_for() -> None:
+    progress, cursor, take = loop(0)
+    progress.attach(Owner(), 0)  # gone at once
+    for ticket in TICKETS:
+        take(ticket)
+        assert progress.latest().ticket is ticket
+        cursor.work(ticket.step)
+        cursor.finish()
+
+
+def alone() -> tuple[Progress, Callable[[StepTicket], None]]:
+    """Return the progress of a loop without an optimizer, and how it takes."""
+    progress = Progress()
+    return progress, functools.partial(progress.hand_out, progress.begin())
 
 
 def test_without_an_optimizer_the_step_taken_last_counts() -> None:
-    progress = taken(None, 4)
+    progress, take = alone()
+    for ticket in TICKETS:
+        take(ticket)
     assert progress.latest().ticket is TICKETS[3]
-    progress.end(iteration=1)
+    progress.end(iteration=1, epoch=0)
     with pytest.raises(RuntimeError, match="no step is at work"):
         progress.latest()
 
@@ -118,114 +169,106 @@ def test_without_an_optimizer_the_step_taken_last_counts() -> None:
 MICRO = StepTicket(0, 5, (0.5, 0.25, 1.25), "")
 
 
-def loop(lookahead: int | None) -> tuple[Progress, Callable[[StepTicket], None]]:
-    """Return the progress of a loop that has taken nothing yet, and how it takes a micro-batch."""
-    progress = Progress()
-    if lookahead is not None:
-        progress.attach(OWNER, lookahead)
-    return progress, functools.partial(progress.hand_out, progress.begin())
-
-
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_each_micro_batch_has_its_weight(lookahead: int) -> None:
-    progress, take = loop(lookahead)
+    progress, cursor, take = loop(lookahead)
     for step, ticket in enumerate([MICRO, TICKETS[0], dataclasses.replace(MICRO, step=7)]):
         for number, weight in enumerate(ticket.weights):
             take(ticket)
             for _ in range(3):  # parameters
-                assert progress.work(10 * step + number)[0] == weight
+                assert cursor.work(10 * step + number)[0] == weight
             assert progress.weight == weight
-        progress.refuse_incomplete()
-        progress.finish()
+        cursor.refuse_incomplete()
+        cursor.finish()
         assert progress.weight == ticket.weights[-1]
-        assert progress.oldest is None
+        assert cursor.oldest is None
 
 
 def test_a_loss_may_take_several_backward_passes() -> None:
     """As with checkpointing, whose backward passes are nested."""
-    progress, take = loop(0)
+    _, cursor, take = loop(0)
     for weight in MICRO.weights:
         take(MICRO)
         for backward_pass in (1, 2, 1, 3, 1):
-            assert progress.work(backward_pass)[0] == weight
-    progress.refuse_incomplete()
+            assert cursor.work(backward_pass)[0] == weight
+    cursor.refuse_incomplete()
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 3, 4])
 def test_micro_batches_read_ahead_are_worked_on_in_order(ahead: int) -> None:
     steps = [MICRO, TICKETS[0], dataclasses.replace(MICRO, step=7, weights=(2.0, 0.5))]
-    progress, take = loop(2)
+    progress, cursor, take = loop(2)
     to_take = [ticket for ticket in steps for _ in ticket.weights]
     worked = []
     for ticket in steps:
         for _ in ticket.weights:
             while to_take and len(steps) * 2 - len(to_take) < len(worked) + 1 + ahead:
                 take(to_take.pop(0))
-            worked.append(progress.work(len(worked))[0])
+            worked.append(cursor.work(len(worked))[0])
             assert progress.weight == worked[-1]
-        progress.refuse_incomplete()
-        progress.finish()
+        cursor.refuse_incomplete()
+        cursor.finish()
     assert worked == [0.5, 0.25, 1.25, 0.5, 2.0, 0.5]
 
 
 @pytest.mark.parametrize("worked_on", [0, 1])
 def test_two_micro_batches_without_a_backward_pass_between(worked_on: int) -> None:
     """Skipped, read ahead or out of order."""
-    progress, take = loop(0)
+    _, cursor, take = loop(0)
     take(MICRO)
     if worked_on:
-        progress.work(0)
+        cursor.work(0)
         take(MICRO)
     take(MICRO)
     with pytest.raises(RuntimeError, match=r"2 micro-batches of step 5 .* before taking the next; .*lookahead=1"):
-        progress.work(1)
+        cursor.work(1)
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("worked_on", [0, 1])
 def test_a_step_ends_after_all_its_micro_batches(lookahead: int, worked_on: int) -> None:
-    progress, take = loop(lookahead)
+    _, cursor, take = loop(lookahead)
     for taken_so_far in (1, 2):
         take(MICRO)
         if worked_on:
-            progress.work(taken_so_far)[0]
+            cursor.work(taken_so_far)[0]
         with pytest.raises(RuntimeError, match=rf"after {taken_so_far} of the 3 micro-batches of step 5: first take"):
-            progress.refuse_incomplete()
+            cursor.refuse_incomplete()
     take(MICRO)
     if worked_on:
         with pytest.raises(RuntimeError, match=r"only 2 of the 3 micro-batches of step 5 had a backward pass"):
-            progress.refuse_incomplete()
-        progress.work(3)
-    progress.refuse_incomplete()  # all, or none: skipped
+            cursor.refuse_incomplete()
+        cursor.work(3)
+    cursor.refuse_incomplete()  # all, or none: skipped
 
 
 def test_more_backward_passes_than_micro_batches_read_ahead() -> None:
-    progress, take = loop(1)
+    _, cursor, take = loop(1)
     take(MICRO)
-    progress.work(1)
+    cursor.work(1)
     with pytest.raises(
         RuntimeError, match=r"once more than micro-batches of step 5 were taken, 1\..*use_reentrant=False"
     ):
-        progress.work(2)
+        cursor.work(2)
 
 
 def test_the_next_step_is_begun_too_early() -> None:
-    progress, take = loop(0)
+    _, cursor, take = loop(0)
     for _ in MICRO.weights:
         take(MICRO)
-        progress.work(0)
+        cursor.work(0)
     take(TICKETS[0])
     with pytest.raises(RuntimeError, match="2 steps were taken"):
-        progress.work(1)
+        cursor.work(1)
 
 
 def test_plans_are_to_be_compared_once_per_iteration_without_an_optimizer() -> None:
-    progress, take = loop(None)
+    progress, take = alone()
     for _ in range(2):
         take(MICRO)
         assert [progress.must_compare() for _ in range(3)] == [True, False, False]
         take = functools.partial(progress.hand_out, progress.begin())
-    progress, take = loop(0)
+    progress, _, take = loop(0)
     take(MICRO)
     assert not progress.must_compare()
 

@@ -29,8 +29,7 @@ class Training:
         self.loader = chronica.DataLoader(SIZES, batch_sampler=self.sampler, collate_fn=sum)
         self.model = torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(3)))
         self.timing = Timing()
-        self.weigher = Weigher(self.sampler.progress, self.sampler.world, "test")
-        self.sampler.progress.attach(self.weigher, lookahead, self.timing)
+        self.weigher = Weigher(self.sampler.progress, self.sampler.world, "test", lookahead, timing=self.timing)
         self.weigher.watch(self.model.parameters())
 
     def loss(self) -> torch.Tensor:
@@ -38,8 +37,7 @@ class Training:
 
     def synchronize(self, pause_s: float = 0.0) -> None:
         """Do as the optimizer does."""
-        self.weigher.refuse_incomplete(self.model.parameters())
-        self.weigher.end_compute()
+        self.weigher.begin_synchronize(self.model.parameters())
         begin = time.monotonic_ns()
         time.sleep(pause_s)
         end = time.monotonic_ns()

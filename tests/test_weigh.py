@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.utils.checkpoint
 
-from chronica_hvd.progress import Progress, StepTicket
+from chronica_hvd.progress import Progress
+from chronica_hvd.tickets import StepTicket
 from chronica_hvd.weigh import Weigher, refuse_weighed
 from chronica_hvd.world import World
 
@@ -18,12 +20,28 @@ class Loop:
         self.parameters = parameters
         self.progress = Progress()
         self.weigher = Weigher(self.progress, World(0, 1), "test")
-        self.progress.attach(self.weigher, 0)
         self.weigher.watch(parameters)
         self.iteration = self.progress.begin()
 
     def take(self, weight: float) -> None:
         self.progress.hand_out(self.iteration, StepTicket(0, 0, (weight,), ""))
+
+
+class HorovodsCounts:
+    """Horovod's optimizer reduced to its counts of backward passes."""
+
+    op = None
+    gradient_predivide_factor = 1.0
+
+    def __init__(self, parameters: list[torch.nn.Parameter], told: Callable[[int], object]) -> None:
+        self.backward_passes_per_step = 1
+        self._allreduce_delay = dict.fromkeys(parameters, 1)
+        self._told = told
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        self.backward_passes_per_step = passes
+        self._allreduce_delay = dict.fromkeys(self._allreduce_delay, passes)
+        self._told(passes)
 
 
 def parameter(*values: float) -> torch.nn.Parameter:
@@ -66,8 +84,8 @@ def test_several_batches_accumulate_with_their_own_weights() -> None:
 def test_micro_batches_accumulate_and_their_number_is_told_before_the_first() -> None:
     p = parameter(1.0)
     loop = Loop()
-    told: list[tuple[int, bool, bool]] = []
-    loop.weigher.watch([p], lambda passes, anew: told.append((passes, p.grad is None, anew)))
+    told: list[tuple[int, bool]] = []
+    loop.weigher.watch([p], HorovodsCounts([p], lambda passes: told.append((passes, p.grad is None))))
     for weights in ((0.5, 0.0, 2.0), (4.0,), (1.0, 2.0)):
         p.grad = None
         ticket = StepTicket(0, 0, weights, "")
@@ -75,24 +93,24 @@ def test_micro_batches_accumulate_and_their_number_is_told_before_the_first() ->
             loop.progress.hand_out(loop.iteration, ticket)
             (3 * p * (1.0 if weight else float("nan"))).sum().backward()
             assert loop.weigher.is_step_open
-        loop.weigher.refuse_incomplete([p])
+        loop.weigher.begin_synchronize([p])
         loop.weigher.finish_step()
         assert p.grad is not None
         assert p.grad.item() == 3 * sum(weights)
-    assert told == [(3, True, False), (1, True, False), (2, True, False)]
+    assert told == [(3, True), (1, True), (2, True)]
 
 
 def test_after_a_step_given_up_the_passes_are_told_anew() -> None:
     p = parameter(1.0)
     loop = Loop()
-    told: list[tuple[int, bool]] = []
-    loop.weigher.watch([p], lambda passes, anew: told.append((passes, anew)))
+    told: list[int] = []
+    loop.weigher.watch([p], HorovodsCounts([p], told.append))
     loop.progress.hand_out(loop.iteration, StepTicket(0, 0, (1.0, 1.0), ""))
     p.sum().backward()
     iteration = loop.progress.begin()  # after an exception, say
     loop.progress.hand_out(iteration, StepTicket(1, 0, (1.0, 1.0), ""))
     p.sum().backward()
-    assert told == [(2, False), (2, True)]
+    assert told == [2, 2]
 
 
 @pytest.mark.parametrize("gradient", [None, 0.0, 1.0, float("nan")])
@@ -102,10 +120,10 @@ def test_gradients_that_no_backward_pass_brought_are_refused(gradient: float | N
     loop.take(2.0)
     p.grad = None if gradient is None else torch.tensor([gradient])
     if not gradient:
-        loop.weigher.refuse_incomplete([p])  # the step is skipped
+        loop.weigher.begin_synchronize([p])  # the step is skipped
         return
     with pytest.raises(RuntimeError, match=r"not weighed: use loss\.backward\(\) rather than to set \.grad"):
-        loop.weigher.refuse_incomplete([p])
+        loop.weigher.begin_synchronize([p])
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -123,7 +141,7 @@ def test_checkpointing_has_backward_passes_within_one(reentrant: bool) -> None:
         for layer in layers[:-1]:
             value = torch.utils.checkpoint.checkpoint(layer, value, use_reentrant=reentrant)
         layers[-1](value).backward()
-    loop.weigher.refuse_incomplete(layers.parameters())
+    loop.weigher.begin_synchronize(layers.parameters())
     for layer, total in zip(layers, expected, strict=True):
         assert torch.allclose(layer.weight.grad, total)
 
@@ -248,7 +266,7 @@ def test_parameters_that_escape_the_weights_are_refused(change: str, is_trained:
     if is_trained:
         loop.take(2.0)
         model(torch.ones(1, 2)).sum().backward()
-    loop.weigher.refuse_unwatched(model.parameters())
+    loop.weigher.begin_synchronize(model.parameters())
     loop.weigher.finish_step()
     if change.startswith("cast"):
         model.double()
@@ -259,7 +277,7 @@ def test_parameters_that_escape_the_weights_are_refused(change: str, is_trained:
     if change == "add":
         model.register_parameter("added", parameter(1.0))
     with pytest.raises(RuntimeError, match="cast, moved, unfrozen or added"):
-        loop.weigher.refuse_unwatched(model.parameters())
+        loop.weigher.begin_synchronize(model.parameters())
 
 
 def test_parameters_may_be_frozen_and_unfrozen() -> None:
@@ -267,7 +285,7 @@ def test_parameters_may_be_frozen_and_unfrozen() -> None:
     loop = Loop(p)
     for trainable in (False, True):
         p.requires_grad_(trainable)
-        loop.weigher.refuse_unwatched([p])
+        loop.weigher.begin_synchronize([p])
 
 
 def test_nobody_is_weighed_twice() -> None:

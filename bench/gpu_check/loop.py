@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from chronica_hvd.progress import Progress, StepTicket
+from chronica_hvd.progress import Progress
+from chronica_hvd.tickets import StepTicket
 from chronica_hvd.timing import Timing, Work
 from chronica_hvd.weigh import Weigher
 from chronica_hvd.world import World
@@ -26,8 +27,7 @@ class Loop:
     def __init__(self, parameters: Iterable[torch.nn.Parameter], timing: Timing | None) -> None:
         self.parameters = list(parameters)
         self._progress = Progress()
-        self._weigher = Weigher(self._progress, World(0, 1), "gpu_check")
-        self._progress.attach(self._weigher, 0, timing)
+        self._weigher = Weigher(self._progress, World(0, 1), "gpu_check", timing=timing)
         self._weigher.watch(self.parameters)
         self._iteration = self._progress.begin()
 
@@ -36,8 +36,7 @@ class Loop:
         ticket = StepTicket(0, number, tuple(1.0 / len(work) for _ in work), "", work)
         for _ in work:
             micro_batch(lambda: self._progress.hand_out(self._iteration, ticket))
-        self._weigher.refuse_incomplete(self.parameters)
-        self._weigher.end_compute()
+        self._weigher.begin_synchronize(self.parameters)
         self._weigher.finish_step()
         for parameter in self.parameters:
             parameter.grad = None

@@ -1,0 +1,50 @@
+"""Weigh: gradients that Horovod cannot send as they are."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+#: Floating types that Horovod combines.
+SENDABLE = (torch.float16, torch.float32, torch.float64)
+
+
+class _Sent(NamedTuple):
+    """What a gradient was, before it was made fit to be sent."""
+
+    compressed: Any  # the other compression's own note
+    dtype: torch.dtype  # of what that has made of it
+    gradient: torch.Tensor
+
+
+class Carrier:
+    """A compression that carries what Horovod refuses: bfloat16 as float32, and other layouts than the contiguous one.
+
+    Everything else goes through the given compression alone.
+    """
+
+    def __init__(self, compression: Any) -> None:
+        self._compression = compression
+
+    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Return what is sent for a gradient, and what :meth:`decompress` needs to know."""
+        if tensor.is_sparse:
+            raise ValueError(
+                "a sparse gradient cannot be sent in a group: leave out groups, or give the layer sparse=False"
+            )
+        compressed, note = self._compression.compress(tensor)
+        dtype = compressed.dtype
+        if dtype.is_floating_point and dtype not in SENDABLE:
+            compressed = compressed.to(torch.float32)
+        return compressed.contiguous(), _Sent(note, dtype, tensor)
+
+    def decompress(self, tensor: torch.Tensor, sent: Any) -> torch.Tensor:
+        """Return the combined gradient in the type and layout of the one that was sent."""
+        if not isinstance(sent, _Sent):  # Horovod's sparse way calls this, but not compress
+            return tensor
+        result: torch.Tensor = self._compression.decompress(tensor.to(sent.dtype), sent.compressed)
+        gradient = sent.gradient
+        if result.stride() != gradient.stride() and result.shape == gradient.shape:
+            result = torch.empty_like(gradient).copy_(result)
+        return result
