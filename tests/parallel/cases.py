@@ -16,7 +16,16 @@ LONG_STEPS = 200
 @functools.cache
 def cases(ranks: int) -> dict[str, Case]:
     """Return the runs for this number of ranks, by name."""
-    every = [*_splits(ranks), *_loops(ranks), *_options(ranks), *_data_sets(ranks), *_micro_batches(ranks)]
+    every = [
+        *_splits(ranks),
+        *_loops(ranks),
+        *_options(ranks),
+        *_data_sets(ranks),
+        *_micro_batches(ranks),
+        *_amounts(ranks),
+        *_passes(ranks),
+        *_closures(ranks),
+    ]
     by_name = {case.name: case for case in every}
     assert len(by_name) == len(every)
     return by_name
@@ -73,15 +82,34 @@ def _loops(ranks: int) -> list[Case]:
         base(ranks, "scaler", update="scaler"),
         base(ranks, "scheduler", update="scheduler", broadcast=True),
         base(ranks, "fillers-without-backward", update="skip_fillers"),
+        base(ranks, "scaler-inf", update="scaler_inf"),
+        base(ranks, "adam", inner="adam"),
+        base(ranks, "adam-broadcast", inner="adam", broadcast=True),
+        base(ranks, "set-to-none", set_to_none=True),
+        base(ranks, "set-to-zero", set_to_none=False),
     ]
 
 
 def _options(ranks: int) -> list[Case]:
     speeds = (1.0, 0.5, 2.0)[:ranks]
+    uneven = {"normalize": "epoch"}
     return [
         base(ranks, "sum", optimizer={"op": "Sum"}),
         base(ranks, "predivide", optimizer={"gradient_predivide_factor": 2.0}),
         base(ranks, "groups", optimizer={"groups": 2}),
+        base(ranks, "groups-unused", optimizer={"groups": 2}, model="experts"),
+        base(ranks, "groups-without-backward", optimizer={"groups": 3}, update="skip_fillers"),
+        base(ranks, "fp16", optimizer={"compression": "fp16"}),
+        base(ranks, "fp16-small-and-large", optimizer={"compression": "fp16"}, plan=uneven, loss_weight="uneven"),
+        base(ranks, "small-and-large", plan=uneven, loss_weight="uneven"),
+        base(ranks, "fp16-groups", optimizer={"compression": "fp16", "groups": 2}),
+        base(ranks, "fp16-sparse", optimizer={"compression": "fp16"}, model="bag"),
+        base(ranks, "bfloat16", model="half"),
+        base(ranks, "bfloat16-groups", model="half", optimizer={"groups": 2}),
+        base(ranks, "channels-last", model="convolution"),
+        base(ranks, "channels-last-groups", model="convolution", optimizer={"groups": 2}),
+        base(ranks, "channels-last-fp16", model="convolution", optimizer={"compression": "fp16"}),
+        base(ranks, "sparse-without-backward", model="bag", update="skip_fillers"),
         base(ranks, "sparse", model="bag"),
         base(ranks, "experts", model="experts"),
         base(ranks, "sparse-as-dense", model="bag", optimizer={"sparse_as_dense": True}),
@@ -163,4 +191,75 @@ def _micro_batches(ranks: int) -> list[Case]:
             pieces=2,
         ),
         cut("cut-long", samples=LONG_STEPS * 2 * ranks - 1, batch_size=2),
+    ]
+
+
+def _amounts(ranks: int) -> list[Case]:
+    """Loss weights that are known only when a batch is read: set_weight()."""
+    named = functools.partial(base, ranks, amounts=True)
+    cut = functools.partial(micro_batched, ranks, amounts=True)
+    return [
+        named("amounts"),
+        named("amounts-transformer", model="transformer", loss_weight="samples"),
+        named("amounts-planned-zero", loss_weight="array"),
+        named("amounts-sum", optimizer={"op": "Sum"}),
+        named("amounts-predivide", optimizer={"gradient_predivide_factor": 2.0}),
+        named("amounts-groups", optimizer={"groups": 2}),
+        named("amounts-clip", update="clip"),
+        named("amounts-scaler", update="scaler"),
+        named("amounts-sparse", model="bag"),
+        named("amounts-channels-last", model="convolution"),
+        named("amounts-bfloat16", model="half"),
+        named("amounts-without-backward", update="skip_fillers", batch_size=1, samples=24 * ranks + 1),
+        named("amounts-ahead", loop="ahead", optimizer={"lookahead": 1}),
+        named("amounts-epoch", plan={"normalize": "epoch"}, loss_weight="sizes"),
+        named("amounts-long", samples=LONG_STEPS * 2 * ranks - 1, batch_size=2),
+        cut("cut-amounts"),
+        cut("cut-amounts-sum", optimizer={"op": "Sum"}),
+        cut("cut-amounts-clip-groups", optimizer={"groups": 2}, update="clip"),
+        cut("cut-amounts-steps-ahead", loop="steps_ahead", optimizer={"lookahead": 1}),
+        cut("cut-amounts-transformer", model="transformer"),
+    ]
+
+
+def _passes(ranks: int) -> list[Case]:
+    """backward_passes_per_step: several steps of the sampler in an update, or several losses of each micro-batch."""
+
+    def passes(number: int, **options: object) -> dict[str, object]:
+        return {"optimizer": {"backward_passes_per_step": number, **options}}
+
+    cut = functools.partial(micro_batched, ranks)
+    return [
+        base(ranks, "accumulate", accumulate=2, **passes(2)),
+        base(ranks, "accumulate-three", accumulate=3, **passes(3)),
+        base(ranks, "accumulate-groups", accumulate=2, **passes(2, groups=2)),
+        base(ranks, "accumulate-sum", accumulate=2, **passes(2, op="Sum")),
+        base(ranks, "accumulate-clip", accumulate=1, update="clip", **passes(2)),
+        base(ranks, "accumulate-ahead", accumulate=2, loop="ahead", **passes(2, lookahead=1)),
+        base(ranks, "accumulate-without-backward", accumulate=2, update="skip_fillers", **passes(2)),
+        base(ranks, "accumulate-sparse", accumulate=2, model="bag", **passes(2)),
+        cut("cut-accumulate", accumulate=2, **passes(2)),
+        cut("cut-accumulate-experts", accumulate=3, model="experts", **passes(3)),
+        cut("cut-accumulate-groups", accumulate=2, model="experts", **passes(2, groups=2)),
+        cut("cut-accumulate-steps-ahead", accumulate=2, loop="steps_ahead", **passes(2, lookahead=1)),
+        base(ranks, "losses", losses=2, **passes(2)),
+        base(ranks, "losses-transformer", losses=3, model="transformer", **passes(3)),
+        base(ranks, "losses-amounts", losses=2, amounts=False, update="scaler", **passes(2)),
+        cut("cut-losses", losses=2, **passes(2)),
+        cut("cut-losses-three", losses=3, model="experts", **passes(3)),
+        cut("cut-losses-groups", losses=2, **passes(2, groups=2)),
+        cut("cut-losses-accumulate", losses=2, accumulate=2, **passes(4)),
+    ]
+
+
+def _closures(ranks: int) -> list[Case]:
+    cut = functools.partial(micro_batched, ranks)
+    return [
+        base(ranks, "closure", update="closure"),
+        base(ranks, "closure-amounts", update="closure", amounts=True),
+        base(ranks, "closure-groups", update="closure", optimizer={"groups": 2}),
+        base(ranks, "closure-lbfgs", update="closure", inner="lbfgs"),
+        cut("cut-closure", update="closure"),
+        cut("cut-closure-lbfgs", update="closure", inner="lbfgs"),
+        cut("cut-closure-lbfgs-amounts", update="closure", inner="lbfgs", amounts=True),
     ]

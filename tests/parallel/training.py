@@ -18,6 +18,7 @@ import chronica_hvd
 EPOCHS = 2
 FEATURES, VOCABULARY, LONGEST, WIDTH, HEADS = 6, 17, 24, 16, 2
 CLIP = 0.05  # below most gradient norms here
+INFINITE_STEP = 1  # where "scaler_inf" has an infinite gradient on the last rank
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Case:
     samples: int
     model: str = "mlp"
     batch_size: int = 4
-    loss_weight: str = "samples"  # "array": a weight per sample, 0 for some samples and for one whole step
+    loss_weight: str = "samples"  # "uneven", "array": a weight per sample, 0 for some samples and for one whole step
     speeds: tuple[float, ...] | None = None
     plan: dict[str, Any] = field(default_factory=dict)  # options of chronica_hvd.plan
     loader: dict[str, Any] = field(default_factory=dict)  # options of the loader
@@ -36,13 +37,22 @@ class Case:
     cut: int | None = None  # seed of other cuts into micro-batches than the plan's
     pieces: int | None = None  # so many micro-batches where a cut has enough samples, instead of 1 to 4
     loop: str = "plain"  # or "steps", "ahead", "steps_ahead"
-    update: str = "plain"  # or "clip", "scheduler", "skip_fillers", "scaler"
+    update: str = "plain"  # or "clip", "scheduler", "skip_fillers", "scaler", "scaler_inf", "closure"
+    inner: str = "sgd"  # the torch optimizer, or "adam", "lbfgs"
+    amounts: bool = False  # loss weights known only when a batch is read, other than the planned ones
+    accumulate: int = 1  # steps of the sampler in an update
+    losses: int = 1  # backward passes of each micro-batch
+    set_to_none: bool | None = None  # as given to zero_grad()
     by_hand: bool = False  # num_replicas and rank given, as to torch's DistributedSampler
     broadcast: bool = False  # ranks start apart, rank 0's state is broadcast
 
     @property
     def limit(self) -> float:
         """Largest relative L2 error of a parameter."""
+        if "compression" in self.optimizer:
+            return 1e-3  # half precision: a unit in the last place is 2^-11 of a gradient, and less of a parameter
+        if self.model == "half":
+            return 2e-2  # bfloat16 parameters: 2^-8 for each of some updates
         return 1e-5 if self.model == "transformer" else 1e-12
 
 
@@ -55,7 +65,11 @@ class Data(torch.utils.data.Dataset):
         self.ranks = ranks
         self.sizes = np.clip(random.lognormal(1.5, 1.0, case.samples), 1, LONGEST).astype(np.int64)
         self.loss_weights = self._loss_weights(random)
-        if case.model in ("mlp", "experts"):
+        self.amounts = random.choice([0.0, 1.0, 2.0, 7.0], case.samples) if case.amounts else self.loss_weights
+        if case.model == "convolution":
+            self.inputs = list(torch.from_numpy(random.normal(size=(case.samples, 3, 5, 5))))
+            self.targets = list(torch.from_numpy(random.normal(size=(case.samples, 2))))
+        elif case.model in ("mlp", "experts", "half"):
             self.inputs = list(torch.from_numpy(random.normal(size=(case.samples, FEATURES))))
             self.targets = list(torch.from_numpy(random.normal(size=(case.samples, 2))))
         else:
@@ -66,6 +80,10 @@ class Data(torch.utils.data.Dataset):
     def _loss_weights(self, random: np.random.Generator) -> np.ndarray:
         if self.case.loss_weight == "sizes":
             return self.sizes.astype(np.float64)
+        if self.case.loss_weight == "uneven":  # the ranks' factors are below 1/64 and above 8
+            weights = np.where(random.random(self.case.samples) < 0.1, 100.0, 0.1)
+            weights[self.drawn(epoch=0)[1]] = 0.1
+            return weights
         if self.case.loss_weight != "array":
             return np.ones(self.case.samples)
         weights = random.choice([0.0, 0.5, 1.0, 3.0], self.case.samples)
@@ -88,7 +106,7 @@ class Data(torch.utils.data.Dataset):
     @property
     def plan_options(self) -> dict[str, Any]:
         """The options of :func:`chronica_hvd.plan` and BatchSampler."""
-        weight = self.loss_weights if self.case.loss_weight == "array" else self.case.loss_weight
+        weight = self.loss_weights if self.case.loss_weight in ("array", "uneven") else self.case.loss_weight
         return {**self.case.plan, "loss_weight": weight}
 
     def plan(self, epoch: int) -> chronica_hvd.Plan:
@@ -131,6 +149,32 @@ class Mlp(nn.Sequential):
 
     def losses(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return (self(inputs) - targets).square().mean(dim=1)
+
+
+class Half(Mlp):
+    """bfloat16, whose gradients Horovod does not send by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to(torch.bfloat16)
+
+    def losses(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return super().losses(inputs.to(torch.bfloat16), targets.to(torch.bfloat16)).float()
+
+
+class Convolution(nn.Module):
+    """float64, channels last, so that gradients are not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolve = nn.Conv2d(3, 4, 3)
+        self.out = nn.Linear(36, 2)
+        self.double().to(memory_format=torch.channels_last)
+        assert not self.convolve.weight.is_contiguous()
+
+    def losses(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        features = self.convolve(inputs.to(memory_format=torch.channels_last)).tanh().flatten(1)
+        return (self.out(features) - targets).square().mean(dim=1)
 
 
 class Experts(nn.Module):
@@ -190,7 +234,14 @@ class Bag(nn.Module):
         return (means - 1.0).square().mean(dim=1)
 
 
-MODELS: dict[str, Callable[[], Any]] = {"mlp": Mlp, "transformer": Transformer, "bag": Bag, "experts": Experts}
+MODELS: dict[str, Callable[[], Any]] = {
+    "mlp": Mlp,
+    "transformer": Transformer,
+    "bag": Bag,
+    "experts": Experts,
+    "half": Half,
+    "convolution": Convolution,
+}
 
 
 def build(case: Case, seed: int = 7) -> Any:
@@ -199,6 +250,10 @@ def build(case: Case, seed: int = 7) -> Any:
 
 
 def sgd(case: Case, model: nn.Module) -> torch.optim.Optimizer:
+    if case.inner == "adam":
+        return torch.optim.Adam(model.parameters(), lr=0.01)
+    if case.inner == "lbfgs":
+        return torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, line_search_fn="strong_wolfe")
     return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 
 
@@ -217,24 +272,53 @@ def reference(case: Case, ranks: int) -> dict[str, np.ndarray]:
     model = build(case)
     optimizer = sgd(case, model)
     scheduler = schedule(optimizer)
+    if case.broadcast:  # hvd.broadcast_optimizer_state() fills the state by a step with gradients of 0
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
     for epoch in range(EPOCHS):
-        for drawn in data.drawn(epoch):
-            indices, inputs, targets = collate([data[index] for index in drawn])
-            weights = torch.from_numpy(data.loss_weights)[indices]
-            losses = model.losses(inputs, targets)
-            loss = mean(losses, weights) if weights.any() else (losses * 0.0).sum()
-            if case.loss_weight == "sum":
-                loss = losses.sum() / ranks
-            if case.optimizer.get("op") == "Sum":
-                loss = loss * ranks
-            optimizer.zero_grad(set_to_none=False)  # as Horovod sends zeros for a parameter that nobody used
-            loss.backward()
+        steps = data.drawn(epoch)
+        for step, drawn in enumerate(steps):
+            if step % case.accumulate == 0:
+                optimizer.zero_grad(set_to_none=False)  # as Horovod sends zeros for a parameter that nobody used
+            evaluate = functools.partial(_gradient, case, data, model, ranks, drawn)
+            if case.update == "closure":
+                optimizer.step(lambda evaluate=evaluate: optimizer.zero_grad(set_to_none=False) or evaluate())
+                continue
+            evaluate()
             if case.update == "clip":
                 nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-            optimizer.step()
+            if is_update(case, step, len(steps)) and not (case.update == "scaler_inf" and step == INFINITE_STEP):
+                optimizer.step()
         if case.update == "scheduler":
             scheduler.step()
-    return {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
+    return {name: parameter.detach().to(dtype_of(case)).numpy() for name, parameter in model.named_parameters()}
+
+
+def _gradient(case: Case, data: Data, model: nn.Module, ranks: int, drawn: np.ndarray) -> torch.Tensor:
+    """Add the gradient of a global batch's loss to the model's, and return the loss."""
+    indices, inputs, targets = collate([data[index] for index in drawn])
+    weights = torch.from_numpy(data.amounts)[indices]
+    losses = model.losses(inputs, targets)
+    loss = mean(losses, weights) if weights.any() else (losses * 0.0).sum()
+    if case.plan.get("normalize") == "epoch":
+        loss = loss * (weights.sum() / (data.loss_weights.sum() / len(data.drawn(0))))
+    if case.loss_weight == "sum":
+        loss = losses.sum() / ranks
+    if case.optimizer.get("op") == "Sum":
+        loss = loss * ranks
+    loss.backward()
+    return loss
+
+
+def is_update(case: Case, step: int, steps: int) -> bool:
+    """Whether an update follows this step of the sampler; the last one of an epoch may hold fewer."""
+    return (step + 1) % case.accumulate == 0 or step == steps - 1
+
+
+def dtype_of(case: Case) -> torch.dtype:
+    """Return what parameters are compared in: NumPy has no bfloat16."""
+    return torch.float32 if case.model in ("half", "transformer") else torch.float64
 
 
 def relative_errors(parameters: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> dict[str, float]:

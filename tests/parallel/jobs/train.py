@@ -17,7 +17,7 @@ import rank
 import torch
 from cases import cases
 from helpers import recut_sampler
-from training import CLIP, EPOCHS, Case, Data, build, collate, mean, schedule, sgd
+from training import CLIP, EPOCHS, INFINITE_STEP, Case, Data, build, collate, dtype_of, is_update, mean, schedule, sgd
 
 import chronica_hvd
 
@@ -36,10 +36,11 @@ class Run:
         self.loader = chronica_hvd.DataLoader(self.data, batch_sampler=self.sampler, collate_fn=collate, **case.loader)
         self.model = build(case, seed=7 + (hvd.rank() if case.broadcast else 0))
         self.optimizer = self.wrap() if with_optimizer else None
-        self.scaler = torch.amp.GradScaler("cpu", enabled=case.update == "scaler")
+        self.scaler = torch.amp.GradScaler("cpu", enabled=case.update in ("scaler", "scaler_inf"))
         self.batches: list[np.ndarray] = []
         self.weights: list[list[float]] = []  # of optimizer and sampler, after each backward pass
         self.weights_after: list[list[float]] = []  # the same after each update
+        self.closed_losses: list[float] = []
         self.fingerprints: list[str] = []
         self.gathered: list[str] = []
 
@@ -53,6 +54,8 @@ class Run:
         options = dict(self.case.optimizer)
         if "op" in options:
             options["op"] = getattr(hvd, options["op"])
+        if "compression" in options:
+            options["compression"] = getattr(hvd.Compression, options["compression"])
         named = [(f"{self.case.name}.{name}", parameter) for name, parameter in self.model.named_parameters()]
         optimizer = chronica_hvd.DistributedOptimizer(
             sgd(self.case, self.model), named, sampler=self.sampler, **options
@@ -67,11 +70,28 @@ class Run:
         scheduler = schedule(self.optimizer)
         for epoch in range(EPOCHS):
             self.sampler.set_epoch(epoch)
-            self.fingerprints.append(self._plan_again(epoch).fingerprint)
+            plan = self._plan_again(epoch)
+            self.fingerprints.append(plan.fingerprint)
             for step, micro_batches in enumerate(self._steps()):
-                self._step(micro_batches, is_filler=self.sampler.plan.counts[step, hvd.rank()] == 0)
+                if step % self.case.accumulate == 0:
+                    self._zero_grad()
+                if self.case.update == "closure":
+                    self._step_by_closure(list(micro_batches))
+                    continue
+                self._step(micro_batches, step, is_filler=self.sampler.plan.counts[step, hvd.rank()] == 0)
+                if is_update(self.case, step, plan.steps):
+                    update(self)
+                # A loop that reads ahead has the next step open by now, and is told to ask before the update.
+                if "ahead" not in self.case.loop:
+                    self.weights_after.append([self.optimizer.weight, self.sampler.weight])
             if self.case.update == "scheduler":
                 scheduler.step()
+
+    def _zero_grad(self) -> None:
+        if self.case.set_to_none is None:
+            self.optimizer.zero_grad()
+        else:
+            self.optimizer.zero_grad(set_to_none=self.case.set_to_none)
 
     def _plan_again(self, epoch: int) -> chronica_hvd.Plan:
         sampler = self.sampler
@@ -98,19 +118,39 @@ class Run:
         losses = self.model.losses(inputs, targets) * (float("nan") if is_filler else 1.0)
         if self.case.loss_weight == "sum":
             return losses.sum()
-        return mean(losses, torch.from_numpy(self.data.loss_weights)[indices])
+        return mean(losses, torch.from_numpy(self.data.amounts)[indices])
 
-    def _step(self, micro_batches: Iterable[Any], is_filler: bool) -> None:
-        self.optimizer.zero_grad()
+    def _step(self, micro_batches: Iterable[Any], step: int, is_filler: bool) -> None:
         for batch in micro_batches:
             self.batches.append(batch[0].numpy())
-            if not (is_filler and self.case.update == "skip_fillers"):
-                self.scaler.scale(self.loss(batch, is_filler)).backward()
+            amount = self.data.amounts[batch[0].numpy()].sum()
+            if self.case.amounts:
+                self.optimizer.set_weight(amount)
+            if not (self.case.update == "skip_fillers" and (is_filler or amount == 0.0)):
+                self._backward(self.scaler.scale(self.loss(batch, is_filler)), step)
             self.weights.append([self.optimizer.weight, self.sampler.weight])
-        update(self)
-        # A loop that reads ahead has the next step open by now, and is told to ask before the update.
-        if "ahead" not in self.case.loop:
-            self.weights_after.append([self.optimizer.weight, self.sampler.weight])
+
+    def _backward(self, loss: torch.Tensor, step: int) -> None:
+        if self.case.update == "scaler_inf" and step == INFINITE_STEP and hvd.rank() == hvd.size() - 1:
+            loss = loss * float("inf")
+        shares = [1.0] if self.case.losses == 1 else [0.3, 0.5, 0.2][: self.case.losses - 1]
+        shares += [1.0 - sum(shares)] if self.case.losses > 1 else []
+        for number, share in enumerate(shares, 1):
+            (loss * share).backward(retain_graph=number < len(shares))
+
+    def _step_by_closure(self, batches: list[Any]) -> None:
+        def closure() -> Any:
+            self._zero_grad()
+            losses = []
+            for batch in batches:
+                if self.case.amounts:
+                    self.optimizer.set_weight(self.data.amounts[batch[0].numpy()].sum())
+                losses.append(self.loss(batch))
+                losses[-1].backward()
+            return [loss.detach() for loss in losses] if len(losses) > 1 else losses[0].item()
+
+        self.batches += [batch[0].numpy() for batch in batches]
+        self.closed_losses.append(float(self.optimizer.step(closure)))
 
     def save(self, folder: Path) -> None:
         np.savez(
@@ -121,13 +161,17 @@ class Run:
             weights_after=self.weights_after,
             fingerprints=self.fingerprints,
             gathered=np.array(self.gathered, dtype=str),
-            **{f"parameter.{name}": value.detach().numpy() for name, value in self.model.named_parameters()},
+            closed_losses=self.closed_losses,
+            **{
+                f"parameter.{name}": value.detach().to(dtype_of(self.case)).numpy()
+                for name, value in self.model.named_parameters()
+            },
         )
 
 
 def update(run: Run) -> None:
     """Update the parameters as the case says."""
-    if run.case.update == "scaler":
+    if run.case.update in ("scaler", "scaler_inf"):
         run.optimizer.synchronize()
         run.scaler.unscale_(run.optimizer)
         with run.optimizer.skip_synchronize():
