@@ -146,11 +146,7 @@ class Cursor:
 
     def at_work(self) -> OpenStep:
         """Return the step that the next backward pass belongs to; a RuntimeError as :meth:`work`."""
-        if not self.open:
-            raise RuntimeError(
-                "no step is at work: none has been taken from this sampler's chronica_hvd.DataLoader since the last "
-                "optimizer.step()"
-            )
+        self.refuse_none()
         while len(self.open) > 1 and self.open[0].is_left_to_others and not self.open[0].reached:
             self.open.popleft()
         lookahead = self.lookahead or 0
@@ -173,6 +169,14 @@ class Cursor:
                     "DistributedOptimizer(..., lookahead=1)"
                 )
         return self.open[-1]
+
+    def refuse_none(self) -> None:
+        """Raise a RuntimeError if no step is open."""
+        if not self.open:
+            raise RuntimeError(
+                "no step is at work: none has been taken from this sampler's chronica_hvd.DataLoader since the last "
+                "optimizer.step()"
+            )
 
     def refuse_incomplete(self) -> None:
         """Raise a RuntimeError if only a part of a step to be finished has been worked on, or taken.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import inspect
 import itertools
@@ -144,6 +145,9 @@ def _names(optimizer: torch.optim.Optimizer, named_parameters: Any) -> list[tupl
             raise TypeError(f"{what}; {pair!r} is among them")
         if not isinstance(pair[1], torch.Tensor):
             raise TypeError(f"{what}; the one named {pair[0]!r} is {pair[1]!r}")
+    times = collections.Counter(name for name, _ in names)
+    if twice := [name for name, number in times.items() if number > 1]:
+        raise ValueError(f"named_parameters must have unique names; {twice[0]!r} is given twice")
     return names
 
 

@@ -132,7 +132,7 @@ class Weigher:
         """
         self._refuse_unwatched(parameters)
         if is_given_up:
-            self._cursor.at_work()
+            self._cursor.refuse_none()
         else:
             self._cursor.refuse_incomplete()
             if self._cursor.is_untouched and any(map(_has_gradient, self._parameters)):

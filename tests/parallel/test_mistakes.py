@@ -25,11 +25,21 @@ EXPECTED: dict[str, tuple[str, str] | None] = {
     "wrapped_twice": ("TypeError", r"already wrapped"),
     "wrapped_by_horovod": ("TypeError", r"already wrapped by Horovod"),
     "same_parameters_twice": ("ValueError", r"another chronica_hvd\.DistributedOptimizer"),
-    "same_name_twice": ("ValueError", r"(?i)duplicate.* same"),
+    "same_name_twice": ("ValueError", r"unique names; 'same' is given twice"),
     "wrapped_anew": None,
     "another_operation": ("ValueError", r"op must be hvd.Average or hvd.Sum, not"),
     "adasum": ("ValueError", r"Adasum.* Average or Sum"),
-    "several_passes": ("NotImplementedError", r"backward_passes_per_step"),
+    "predivide_in_groups": ("ValueError", r"gradient_predivide_factor=2 cannot be used with groups"),
+    "closure_under_skip_synchronize": ("RuntimeError", r"step\(closure\) cannot be made under skip_synchronize"),
+    "gradients_with_a_graph": ("RuntimeError", r"create_graph=True.* torch\.autograd\.grad"),
+    "gradients_forgotten_on_their_way": ("RuntimeError", r"zero_grad\(\) was called after backward.*skip_step\(\)"),
+    "amount_after_backward": ("RuntimeError", r"set_weight\(\) was called after the backward pass of micro-batch 0"),
+    "amount_before_any_batch": ("RuntimeError", r"no step is at work: none has been taken"),
+    "amounts_from_the_second_step_on": ("RuntimeError", r"for the first time in step 1 .* from the first one of an"),
+    "negative_amount": ("ValueError", r"amount must be at least 0, not -1"),
+    "amount_in_words": ("TypeError", r"amount must be a number, not '1'"),
+    "step_skipped_before_any": ("RuntimeError", r"no step is at work: none has been taken"),
+    "rest_of_a_step_given_up": ("RuntimeError", r"skip_step\(\) gave step 0 up, .* leave the loop"),
     "unknown_option": ("TypeError", r"'sampling'.* compression"),
     "negative_lookahead": ("ValueError", r"lookahead.* -1"),
     "torchs_sampler": ("TypeError", r"chronica_hvd\.BatchSampler"),
@@ -108,6 +118,26 @@ def test_ranks_with_different_plans_are_named_in_the_first_step(ranks: int, diff
     assert len(messages) == 1
     if difference == "left_early":
         assert re.search(r"ranks 0: .* 5 steps made; .* 4 steps made\. .*leave a loop early on all ranks", message)
+
+
+@each_size
+def test_data_split_by_rank_before_are_noticed_though_all_sizes_are_alike(ranks: int, launched: Any) -> None:
+    for rank in range(ranks):
+        (kind, message), parameters_left_alone = launched(ranks).json(rank)["differences"]["part_of_the_data"]
+        assert kind == "RuntimeError"
+        assert parameters_left_alone
+        assert re.search(r"different data sets \(ranks 0: data .*; ranks 1: data .*whole data set", message)
+
+
+@each_size
+def test_a_step_that_some_ranks_leave_out_is_noticed(ranks: int, launched: Any) -> None:
+    for rank in range(ranks):
+        (kind, message), parameters_left_alone = launched(ranks).json(rank)["differences"]["left_out_alone"]
+        assert kind == "RuntimeError"
+        assert parameters_left_alone
+        assert re.search(f"lack their samples: {re.escape(str([0] + [1] * (ranks - 1)))} steps had no", message), (
+            message
+        )
 
 
 @each_size

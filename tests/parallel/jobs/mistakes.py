@@ -111,8 +111,60 @@ def adasum(run: Run) -> None:
     wrap(run, op=hvd.Adasum)
 
 
-def several_passes(run: Run) -> None:
-    wrap(run, backward_passes_per_step=2)
+def predivide_in_groups(run: Run) -> None:
+    wrap(run, gradient_predivide_factor=2.0, groups=2)
+
+
+def closure_under_skip_synchronize(run: Run) -> None:
+    next(iter(run.loader))
+    with run.optimizer.skip_synchronize():
+        run.optimizer.step(lambda: None)
+
+
+def gradients_with_a_graph(run: Run) -> None:
+    run.loss(next(iter(run.loader))).backward(create_graph=True)
+
+
+def gradients_forgotten_on_their_way(run: Run) -> None:
+    run.loss(next(iter(run.loader))).backward()
+    try:
+        run.optimizer.zero_grad()
+    finally:
+        run.optimizer.skip_step()
+
+
+def amount_after_backward(run: Run) -> None:
+    run.loss(next(iter(run.loader))).backward()
+    try:
+        run.optimizer.set_weight(1.0)
+    finally:
+        run.optimizer.skip_step()
+
+
+def amount_before_any_batch(run: Run) -> None:
+    run.optimizer.set_weight(1.0)
+
+
+def amounts_from_the_second_step_on(run: Run) -> None:
+    batches = iter(run.loader)
+    next(batches)
+    run.optimizer.skip_step()
+    next(batches)
+    run.optimizer.set_weight(1.0)
+
+
+def negative_amount(run: Run) -> None:
+    next(iter(run.loader))
+    run.optimizer.set_weight(-1.0)
+
+
+def amount_in_words(run: Run) -> None:
+    next(iter(run.loader))
+    run.optimizer.set_weight("1")
+
+
+def step_skipped_before_any(run: Run) -> None:
+    run.optimizer.skip_step()
 
 
 def unknown_option(run: Run) -> None:
@@ -253,8 +305,7 @@ def next_step_without_update(run: Run) -> None:
             for batch in step:
                 run.loss(batch).backward()
     finally:
-        run.optimizer.synchronize()  # what is under way
-        forget(run)
+        run.optimizer.skip_step()
 
 
 def step_left_early(run: Run) -> None:
@@ -278,6 +329,13 @@ def one_pass_too_many_while_reading_ahead(run: Run) -> None:
         loss.backward()
     finally:
         forget(run)
+
+
+def rest_of_a_step_given_up(run: Run) -> None:
+    step = iter(next(run.loader.steps()))
+    run.loss(next(step)).backward()
+    run.optimizer.skip_step()
+    next(step)
 
 
 def average_in_the_middle_of_a_step(run: Run) -> None:
@@ -333,7 +391,16 @@ MISTAKES = [
     wrapped_anew,
     another_operation,
     adasum,
-    several_passes,
+    predivide_in_groups,
+    closure_under_skip_synchronize,
+    gradients_with_a_graph,
+    gradients_forgotten_on_their_way,
+    amount_after_backward,
+    amount_before_any_batch,
+    amounts_from_the_second_step_on,
+    negative_amount,
+    amount_in_words,
+    step_skipped_before_any,
     unknown_option,
     negative_lookahead,
     torchs_sampler,
@@ -363,6 +430,7 @@ WITH_MICRO_BATCHES = [
     step_left_early,
     step_gone_through_twice,
     one_pass_too_many_while_reading_ahead,
+    rest_of_a_step_given_up,
     average_in_the_middle_of_a_step,
     average_of_too_few_values,
     average_of_one_value,
@@ -418,6 +486,29 @@ def left_early(run: Run, ahead: int) -> tuple[Error, bool]:
     return different(run, lambda run: run.optimizer.step())
 
 
+def left_out_alone(run: Run, is_alone: bool) -> tuple[Error, bool]:
+    """Train for an epoch, but for a step that some ranks leave out; return the error of the next epoch's first step."""
+    for step, batch in enumerate(run.loader):
+        run.optimizer.zero_grad()
+        if not (is_alone and step == 2):
+            run.loss(batch, is_filler=run.sampler.weight == 0.0).backward()
+        run.optimizer.step()
+    run.sampler.set_epoch(1)
+    run.optimizer.zero_grad()
+    return different(run, lambda run: run.optimizer.step())
+
+
+def given_a_part_of_the_data(run: Run) -> tuple[Error, bool]:
+    """Train on a part of the data that was split by rank before, where all sizes are alike."""
+    own = torch.utils.data.Subset(run.data, range(hvd.rank(), 16 * hvd.size(), hvd.size()))
+    run.optimizer = None
+    gc.collect()
+    run.sampler = chronica_hvd.BatchSampler([1] * len(own), 4)
+    run.loader = chronica_hvd.DataLoader(own, batch_sampler=run.sampler, collate_fn=collate)
+    run.optimizer = run.wrap()
+    return different(run, lambda run: run.optimizer.step())
+
+
 def differences() -> dict[str, tuple[Error, bool]]:
     second = min(hvd.rank(), 1)  # ranks 1 and 2 agree
     seeds = Run(base(hvd.size(), "seeds", plan={"seed": second}))
@@ -439,6 +530,8 @@ def differences() -> dict[str, tuple[Error, bool]]:
         "seeds": different(seeds, lambda run: run.optimizer.step()),
         "clipped": different(clipped, lambda run: run.optimizer.synchronize()),
         "epochs": different(epochs, lambda run: run.optimizer.step()),
+        "part_of_the_data": given_a_part_of_the_data(Run(base(hvd.size(), "part_of_the_data"))),
+        "left_out_alone": left_out_alone(Run(base(hvd.size(), "left_out_alone")), is_alone=bool(second)),
         "left_early": left_early(Run(base(hvd.size(), "left_early")), ahead=second),  # last: gradients stay under way
     }
 
