@@ -46,6 +46,11 @@ def skipping(ranks: int, most: int) -> Case:
     return base(ranks, f"skipping{most}", samples=16 * 4 * ranks, plan={"micro_batches": most}, loop="steps")
 
 
+def process_sets(ranks: int) -> list[list[int]]:
+    """Return the process sets of a job: the outer ranks, and those between (with two ranks: each alone)."""
+    return [[0, 2], [1]] if ranks == 3 else [[0], [1]]
+
+
 def _splits(ranks: int) -> list[Case]:
     """Every model × loss weight × local batch × padding, with a last step of one sample and of some more."""
     product = itertools.product(
