@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from chronica_hvd import flops
     from chronica_hvd.gather import average
     from chronica_hvd.loader import DataLoader
+    from chronica_hvd.mean import Mean
     from chronica_hvd.optimizer import DistributedOptimizer
     from chronica_hvd.sampler import BatchSampler
 
@@ -47,6 +48,7 @@ __all__ = [
     "CostModel",
     "DataLoader",
     "DistributedOptimizer",
+    "Mean",
     "Plan",
     "StepTimer",
     "World",
@@ -60,6 +62,7 @@ _NEEDS_TORCH = {
     "BatchSampler": "sampler",
     "DataLoader": "loader",
     "DistributedOptimizer": "optimizer",
+    "Mean": "mean",
     "average": "gather",
     "flops": "flops",
 }

@@ -316,11 +316,19 @@ class Cursor:
             )
         return self._last
 
+    def micro_batch(self) -> tuple[OpenStep, int]:
+        """Return the step of the micro-batch at work, and its place there; a RuntimeError as :meth:`latest`.
+
+        It is the one taken last or, where a wrapper reads ahead, reached last.
+        """
+        step = self.latest()
+        return step, (max(step.reached, 1) if self.lookahead or self._is_repeating else step.taken) - 1
+
     @property
     def weight(self) -> float:
-        """The factor of the micro-batch at work: taken last or, where a wrapper reads ahead, reached last."""
-        step = self.latest()
-        return step.weights[(max(step.reached, 1) if self.lookahead or self._is_repeating else step.taken) - 1]
+        """The factor of the micro-batch at work."""
+        step, place = self.micro_batch()
+        return step.weights[place]
 
     # ------------------------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,9 @@ from chronica_hvd.progress import Progress
 from chronica_hvd.tickets import OpenStep, StepTicket
 from chronica_hvd.world import World, horovod
 
+#: Of a tensor of torch's.
+MOST_DIMENSIONS = 64
+
 
 class _Sampler(Protocol):
     """What :func:`average` needs to know of a sampler."""
@@ -89,6 +92,68 @@ def _difference(holders: dict[tuple[int, ...], list[int]]) -> str:
     )
 
 
+def add_up(
+    world: World, number: int, plan: str | None, shape: torch.Size | None, sums: torch.Tensor | None
+) -> tuple[torch.Size | None, torch.Tensor | None]:
+    """Return the shape of the values that the ranks hold, and their sums over all ranks.
+
+    A rank that holds none, ``None``, takes part all the same; where no rank holds any, all get ``None``.
+
+    Parameters
+    ----------
+    world
+        The ranks.
+    number
+        Which :class:`chronica_hvd.Mean` asks.
+    plan
+        Fingerprint of the plan that the values belong to; ``None``: not known, and not compared.
+    shape
+        Of a value.
+    sums
+        (numbers of a value + 1,) float64.
+
+    Raises
+    ------
+    RuntimeError, ValueError
+        On every rank alike: another number, plan or shape than on other ranks.
+    """
+    if world.size == 1:
+        return shape, sums
+    hvd = horovod()
+    header = torch.full((1, 3 + MOST_DIMENSIONS), -1, dtype=torch.int64)
+    header[0, 0] = number
+    if plan is not None:
+        header[0, 1] = int(plan, 16) >> 1
+    if shape is not None:
+        header[0, 2] = len(shape)
+        header[0, 3 : 3 + len(shape)] = torch.tensor(shape)
+    every = hvd.allgather(header, name="chronica.mean.header", process_set=world.process_set).tolist()
+    numbers = {rank: row[0] for rank, row in enumerate(every)}
+    plans = {rank: f"{2 * row[1]:016x}" for rank, row in enumerate(every) if row[1] >= 0}
+    shapes = {rank: tuple(row[3 : 3 + row[2]]) for rank, row in enumerate(every) if row[2] >= 0}
+    if len(set(numbers.values())) > 1:
+        raise RuntimeError(
+            "the ranks ask for the results of different Means; create them, and ask for their results, in the same "
+            f"order on every rank. Number of the Mean {_by_rank(numbers)}"
+        )
+    if len(set(plans.values())) > 1:
+        raise RuntimeError(
+            "the values that the ranks have added belong to different plans; give BatchSampler the same sizes, batch "
+            f"size, cost, seed, epoch and options on every rank. Plan {_by_rank(plans)}"
+        )
+    if len(set(shapes.values())) > 1:
+        raise ValueError(f"the values must have one shape on all ranks, not {_by_rank(shapes)}")
+    if not shapes:
+        return None, None
+    shape = torch.Size(next(iter(shapes.values())))
+    own = torch.zeros(shape.numel() + 1, dtype=torch.float64) if sums is None else sums
+    return shape, hvd.allreduce(own, op=hvd.Sum, name="chronica.mean", process_set=world.process_set)
+
+
+def _by_rank(held: dict[int, Any]) -> str:
+    return ", ".join(f"{what} on rank {rank}" for rank, what in held.items())
+
+
 def average(value: Any, sampler: _Sampler) -> Any:
     """Return the mean over the global batch of what each rank logs as the mean over its own batch.
 
@@ -140,7 +205,7 @@ def average(value: Any, sampler: _Sampler) -> Any:
     step = sampler.progress.latest()
     step.refuse_untaken("average() was called")
     _refuse_other_number(values, step)
-    world = _horovods(sampler.world)
+    world = horovods_world(sampler.world)
     if world.size > 1 and sampler.progress.must_compare():
         compare_plans(world, "average", Standing(step.ticket, sampler.progress.data))
     return _as_given(value, _weighted_mean(values, step, world, "chronica.average"))
@@ -191,10 +256,10 @@ def _as_given(value: Any, mean: torch.Tensor) -> Any:
 
 
 def _as_tensors(value: Any) -> list[torch.Tensor]:
-    return [_as_tensor(single) for single in (value if isinstance(value, list | tuple) else [value])]
+    return [as_tensor(single) for single in (value if isinstance(value, list | tuple) else [value])]
 
 
-def _as_tensor(value: Any) -> torch.Tensor:
+def as_tensor(value: Any) -> torch.Tensor:
     """Return a number or tensor as a tensor of a floating dtype, without gradient."""
     if isinstance(value, torch.Tensor) and not value.is_complex():
         return value.detach() if value.is_floating_point() else value.detach().double()
@@ -203,7 +268,7 @@ def _as_tensor(value: Any) -> torch.Tensor:
     raise TypeError(f"value must be a real number or tensor, not {value!r} of type {type(value).__name__}")
 
 
-def _horovods(world: World) -> World:
+def horovods_world(world: World) -> World:
     """Return the world with Horovod's process set, which a world given by hand lacks."""
     if world.size == 1 or world.process_set is not None:
         return world

@@ -109,6 +109,10 @@ class Progress:
         """
         return self._latest().latest()
 
+    def micro_batch(self) -> tuple[OpenStep, int]:
+        """Return the step of the micro-batch at work, and its place there; a RuntimeError as :meth:`latest`."""
+        return self._latest().micro_batch()
+
     @property
     def weight(self) -> float:
         """The factor of the micro-batch at work; a RuntimeError as :meth:`latest`."""

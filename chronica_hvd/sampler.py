@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from chronica_hvd.planner import Planner
 from chronica_hvd.plans import Plan
 from chronica_hvd.progress import Progress
 from chronica_hvd.tickets import StepTicket
+from chronica_hvd.workload import Workload
 from chronica_hvd.world import World
 
 Item = TypeVar("Item")
@@ -42,6 +44,10 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
     refresh
         When measured costs replace the planned ones: ``"epoch"`` or ``None``. Costs are not measured yet, so the given
         cost (by default: by size) holds throughout either way; a number of blocks is not built yet.
+    evaluation
+        Plan for speed alone, since an evaluation has no order: every sample (of ``indices``) once over all ranks, the
+        largest first, so that global batches hold samples alike. The step with the largest micro-batch comes first:
+        memory runs out at once or never. All epochs have one plan. See :class:`chronica_hvd.Mean`.
     options
         The keyword options of :func:`chronica_hvd.plan`; ``epoch`` is the first epoch.
 
@@ -49,13 +55,13 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
     ----------
     world
         This rank among the others.
-    batch_size, drop_last, micro_batches
+    batch_size, drop_last, micro_batches, evaluation
         As given.
 
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As :func:`chronica_hvd.plan`, on construction.
+        As :func:`chronica_hvd.plan`, on construction; with ``evaluation`` also an option that contradicts it.
     RuntimeError
         Horovod is needed and is missing or not initialised.
     """
@@ -69,9 +75,13 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
         rank: int | None = None,
         process_set: Any = None,
         refresh: int | str | None = "epoch",
+        evaluation: bool = False,
         **options: Any,
     ) -> None:
         checked = PlanOptions.from_keywords(options)
+        self.evaluation = checks.boolean("evaluation", evaluation)
+        if self.evaluation:
+            _refuse_training_options(checked, is_shuffle_given="shuffle" in options)
         _check_refresh(refresh)
         if rank is not None:
             checks.integer("rank", rank, least=0)
@@ -79,6 +89,10 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
         planner = None if num_replicas is None else Planner(sizes, num_replicas, batch_size, checked)
         self.world = _world(None if planner is None else planner.workload.ranks, rank, process_set)
         self._planner = planner or Planner(sizes, self.world.size, batch_size, checked)
+        if self.evaluation:
+            work = self._planner.workload  # where sizes and indices are checked
+            checked = dataclasses.replace(checked, indices=_largest_first(work), first="largest")
+            self._planner = Planner(work.sizes, work.speeds, batch_size, checked)
         self._planner.workload.keep_sizes()
         if refresh is not None and not isinstance(refresh, str):
             raise NotImplementedError(f"refresh={refresh!r} is not built yet; this version supports 'epoch' and None")
@@ -95,17 +109,21 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that the next iteration draws; an iteration under way goes on as planned."""
+        """Choose the epoch that the next iteration draws; an iteration under way goes on as planned.
+
+        An evaluation keeps its plan.
+        """
         epoch = checks.integer("epoch", epoch, least=0, most=checks.LARGEST_INT64)
         if epoch != self._epoch:
             self._epoch = epoch
-            self._plan = None
+            if not self.evaluation:
+                self._plan = None
 
     @property
     def plan(self) -> Plan:
         """The plan of this epoch for all ranks, computed when first asked for."""
         if self._plan is None:
-            self._plan = self._planner.plan(self._epoch)
+            self._plan = self._planner.plan(0 if self.evaluation else self._epoch)
         return self._plan
 
     @property
@@ -140,6 +158,14 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
             No step has been taken from the loader yet, or more were than the optimizer was told of.
         """
         return self.progress.weight
+
+    @property
+    def is_filler(self) -> bool:
+        """Whether the micro-batch at work repeats samples that count elsewhere, since this rank has none in this step.
+
+        Leave it out where predictions of each sample are kept. Asked, and an error, as ``weight``.
+        """
+        return self.progress.latest().ticket.is_filler
 
     def tickets(self) -> Iterator[StepTicket]:
         """Yield what the optimizer will need to know of each step of this epoch's plan."""
@@ -181,6 +207,28 @@ def _by_blocks(steps: int, of_step: Callable[[int], Item]) -> Iterator[Item]:
     """
     for first in range(0, steps, BLOCK_STEPS):
         yield from [of_step(step) for step in range(first, min(first + BLOCK_STEPS, steps))]
+
+
+def _refuse_training_options(options: PlanOptions, *, is_shuffle_given: bool) -> None:
+    """Raise a ValueError for an option that says in which order, or which, samples of an evaluation are taken."""
+    order = "an evaluation takes its samples the largest first, so that little is padded"
+    contradictions = (
+        ("shuffle=True", options.shuffle and is_shuffle_given, order),
+        ("drop_last=True", options.drop_last, "an evaluation counts every sample"),
+        ('reorder="window"', options.reorder == "window", f"{order}; none is left to be moved"),
+        (f"first={options.first!r}", options.first is not None, "its largest micro-batch comes first anyway"),
+    )
+    for option, is_given, reason in contradictions:
+        if is_given:
+            raise ValueError(f"evaluation=True and {option} contradict each other: {reason}. Leave {option} out")
+
+
+def _largest_first(work: Workload) -> NDArray[np.int64]:
+    """Return the samples by size, descending; of one size in the order given."""
+    samples = np.arange(work.samples, dtype=np.int64) if work.indices is None else work.indices
+    backwards = samples[::-1]
+    ascending = np.argsort(work.sizes[backwards], kind="stable")
+    return backwards[ascending[::-1]]
 
 
 def _check_refresh(refresh: object) -> None:
