@@ -96,6 +96,7 @@ def main() -> None:
     }
     for name, arrays in results.items():
         np.savez(folder / f"{name}.{hvd.rank()}.npz", **arrays)
+    hvd.barrier()  # a rank that ends shuts Horovod down for those of other sets
 
 
 if __name__ == "__main__":
