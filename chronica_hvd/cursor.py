@@ -161,7 +161,7 @@ class Cursor:
             awaited = (step for step in itertools.islice(self.open, self._passes) if not step.is_complete)
             return next(awaited, self.open[min(self._passes, len(self.open)) - 1])
         for step in itertools.islice(self.open, len(self.open) - 1):
-            if not step.is_complete:
+            if not (step.is_complete or (step.reached == 0 and step.is_idle)):
                 raise RuntimeError(
                     f"step {step.ticket.step} was taken from the loader, but {step.micro_batches - step.reached} of "
                     f"its {step.micro_batches} micro-batches had no backward pass before the next step was taken. Call "
@@ -308,7 +308,8 @@ class Cursor:
                 "meant is unknown: ask between backward() and optimizer.step()"
             )
         if self.open:
-            return self.at_work()
+            next_one = self.at_work()
+            return self._current if self.lookahead and self._current is not None else next_one
         if self._last is None:
             raise RuntimeError(
                 "no step is at work: none has been taken from this sampler's chronica_hvd.DataLoader yet, or the loop "
@@ -360,6 +361,8 @@ class Cursor:
 
     def _closing(self) -> list[OpenStep]:
         """Return the steps that an update now would finish: those worked on, or the oldest, left out as a whole."""
+        if self._passes > 1 and not self.lookahead:
+            return list(self.open)
         worked_on = list(itertools.takewhile(lambda step: step.reached > 0, self.open))
         return worked_on or list(itertools.islice(self.open, 1))
 
@@ -390,10 +393,10 @@ class Cursor:
         """Count a step that passes without a backward pass on this rank."""
         if step.is_left_to_others or (step.reached and not is_given_up):
             return
-        if any(step.weights):
-            self.left_out += 1
-        else:
+        if step.is_idle:
             self.idle += 1
+        else:
+            self.left_out += 1
 
     def _allowed(self) -> str:
         passes = f"backward_passes_per_step={self._passes}, " if self._passes > 1 else ""

@@ -72,6 +72,11 @@ class OpenStep:
         """Whether a backward pass has reached every micro-batch."""
         return self.reached == len(self.weights)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing of it counts on this rank, so that it may go without a backward pass."""
+        return not any(self.weights)
+
     def set_weight(self, place: int, weight: float) -> None:
         """Replace the factor of one micro-batch."""
         self.weights = (*self.weights[:place], weight, *self.weights[place + 1 :])

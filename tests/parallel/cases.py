@@ -249,7 +249,7 @@ def _passes(ranks: int) -> list[Case]:
         cut("cut-accumulate-steps-ahead", accumulate=2, loop="steps_ahead", **passes(2, lookahead=1)),
         base(ranks, "losses", losses=2, **passes(2)),
         base(ranks, "losses-transformer", losses=3, model="transformer", **passes(3)),
-        base(ranks, "losses-amounts", losses=2, amounts=False, update="scaler", **passes(2)),
+        base(ranks, "losses-scaler", losses=2, update="scaler", **passes(2)),
         cut("cut-losses", losses=2, **passes(2)),
         cut("cut-losses-three", losses=3, model="experts", **passes(3)),
         cut("cut-losses-groups", losses=2, **passes(2, groups=2)),

@@ -38,14 +38,17 @@ class Alone:
         return {f"{name}.{key}": value.detach().numpy() for key, value in self.model.named_parameters()}
 
 
-def check(arrays: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+def check(
+    arrays: dict[str, np.ndarray], expected: dict[str, np.ndarray], saw_error: Callable[[str, float], None]
+) -> None:
     errors = relative_errors({key: arrays[key] for key in expected}, expected)
+    saw_error("two optimizers, process sets", max(errors.values()))
     assert max(errors.values()) <= 1e-12, errors
 
 
 @each_size
 @pytest.mark.parametrize(("name", "every"), [("rivals", 1), ("seldom", 3)])
-def test_two_optimizers_on_one_sampler(ranks: int, name: str, every: int, launched: Any) -> None:
+def test_two_optimizers_on_one_sampler(ranks: int, name: str, every: int, launched: Any, saw_error: Any) -> None:
     case = base(ranks, name)
     data = Data(case, ranks)
     first, second = Alone(case, data, 1), Alone(case, data, 2)
@@ -58,12 +61,12 @@ def test_two_optimizers_on_one_sampler(ranks: int, name: str, every: int, launch
                 second.train(drawn, lambda inputs: first.model(inputs).detach())
     for rank in range(ranks):
         arrays = launched(ranks).arrays(name, rank)
-        check(arrays, {**first.parameters("first"), **second.parameters("second")})
+        check(arrays, {**first.parameters("first"), **second.parameters("second")}, saw_error)
         assert arrays["averages"] == pytest.approx(numbers, rel=1e-14)
 
 
 @each_size
-def test_two_optimizers_each_on_a_sampler_of_its_own(ranks: int, launched: Any) -> None:
+def test_two_optimizers_each_on_a_sampler_of_its_own(ranks: int, launched: Any, saw_error: Any) -> None:
     expected = {}
     for name, case in (("first", base(ranks, "one")), ("second", base(ranks, "other", plan={"seed": 3}))):
         one = Alone(case, Data(case, ranks), 1)
@@ -71,11 +74,11 @@ def test_two_optimizers_each_on_a_sampler_of_its_own(ranks: int, launched: Any) 
             one.train(drawn)
         expected |= one.parameters(name)
     for rank in range(ranks):
-        check(launched(ranks).arrays("neighbours", rank), expected)
+        check(launched(ranks).arrays("neighbours", rank), expected, saw_error)
 
 
 @each_size
-def test_process_sets_train_apart(ranks: int, launched: Any) -> None:
+def test_process_sets_train_apart(ranks: int, launched: Any, saw_error: Any) -> None:
     for number, members in enumerate(process_sets(ranks)):
         case = base(len(members), f"set{number}", samples=25 + number)
         one = Alone(case, Data(case, len(members)), 1)
@@ -85,5 +88,5 @@ def test_process_sets_train_apart(ranks: int, launched: Any) -> None:
         means = (plan.weights * np.arange(len(members))).sum(axis=1) / len(members)
         for rank in members:
             arrays = launched(ranks).arrays("set", rank)
-            check(arrays, one.parameters("first"))
+            check(arrays, one.parameters("first"), saw_error)
             assert arrays["averages"] == pytest.approx(means, rel=1e-14)

@@ -57,6 +57,25 @@ class Case:
             return 1e-9  # a line search makes more of last bits
         return 1e-5 if self.model == "transformer" else 1e-12
 
+    @property
+    def promise(self) -> str:
+        """Which promise of docs/guarantees.md this run is about."""
+        kinds = {
+            "set_weight": self.amounts,
+            "closures": self.update == "closure",
+            "several steps or losses in an update": self.accumulate > 1 or self.losses > 1,
+            "half-precision compression": "compression" in self.optimizer,
+            "bfloat16 gradients": self.model == "half",
+            "channels_last gradients": self.model == "convolution",
+            "sparse gradients": self.model == "bag",
+            "groups, parameters unused on some rank": self.model == "experts" or "groups" in self.optimizer,
+            "clipping, GradScaler": self.update in ("clip", "scaler", "scaler_inf"),
+            "reading ahead": "ahead" in self.loop,
+            "micro-batches": self.loop == "steps" or self.cut is not None,
+        }
+        kind = next((kind for kind, is_so in kinds.items() if is_so), "splits, weights and options")
+        return kind + (" (float32)" if self.model == "transformer" else "")
+
 
 class Data(torch.utils.data.Dataset):
     """Samples of heavy-tailed sizes; an item is (index, inputs, targets)."""
