@@ -1,7 +1,7 @@
 """Ranks as threads of this process: Horovod's own Python code and ours run in them, only its library is played.
 
-Ranks take turns. One thread runs at a time and hands the turn on where Horovod is called, to a rank that a seed draws; so
-a run can be repeated exactly, and it is known at once when nobody can go on. What is played is stricter than Horovod:
+Ranks take turns. One thread runs at a time and hands the turn on where Horovod is called, to a rank that a seed draws.
+So a run can be repeated exactly, and it is known at once when nobody can go on. What is played is stricter than Horovod:
 collectives need a name, the ranks must agree, and nobody may write to a tensor on its way.
 """
 
@@ -32,7 +32,7 @@ class Hang(BaseException):
     """A real job would wait for ever. Not an Exception: no code that runs on could catch a hang."""
 
 
-class RanksFailed(AssertionError):
+class RanksError(AssertionError):
     """Some ranks raised; ``errors`` holds what, by rank."""
 
     def __init__(self, errors: dict[int, BaseException]) -> None:
@@ -48,7 +48,7 @@ def run_ranks(count: int, function: Callable[[int], Result], *, seed: int = 0) -
 
     Raises
     ------
-    RanksFailed
+    RanksError
         Some ranks raised; its cause is the first error that is no hang, if there is one.
     """
     job = _Job(count, seed)
@@ -73,7 +73,7 @@ def run_ranks(count: int, function: Callable[[int], Result], *, seed: int = 0) -
             thread.join()
     if errors:
         causes = [error for error in errors.values() if not isinstance(error, Hang)]
-        raise RanksFailed(errors) from (causes or list(errors.values()))[0]
+        raise RanksError(errors) from (causes or list(errors.values()))[0]
     return [results[rank] for rank in range(count)]
 
 

@@ -181,16 +181,17 @@ def _optimizer_options(draw: st.DrawFn, model: str) -> dict[str, Any]:
 
 
 def drawn_jobs(count: int, ranks: int | None = None) -> list[Job]:
-    """Return so many jobs, always the same."""
-    drawn: list[Job] = []
+    """Return so many different jobs, always the same."""
+    drawn: dict[str, Job] = {}
 
-    @settings(max_examples=count, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
+    @settings(max_examples=2 * count, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
     @given(jobs(ranks))
     def collect(job: Job) -> None:
-        drawn.append(job)
+        drawn[repr(job)] = job
 
     collect()
-    return drawn
+    assert len(drawn) >= count
+    return list(drawn.values())[:count]
 
 
 @dataclass(frozen=True)
@@ -473,15 +474,15 @@ def _check_batches(job: Job, ranks: list[Trained], expected: Trained) -> None:
 def _errors(job: Job, trained: Trained, expected: Trained) -> Iterator[tuple[str, float]]:
     """Yield what is compared, and the error ÷ what is allowed."""
     limit = LIMITS[job.dtype]
-    yield "losses", _relative_error(np.array(trained.losses), np.array(expected.losses)) / limit
+    yield "losses", relative_error(np.array(trained.losses), np.array(expected.losses)) / limit
     for name in expected.parameters:
         found, wanted = trained.all_gradients(name), expected.all_gradients(name)
         if job.is_compressed:
             magnitudes = np.stack([magnitudes[name] for magnitudes in expected.magnitudes])
             yield f"gradients of {name}", float(np.max(np.abs(found - wanted) / _half_precision(job, magnitudes)))
         else:
-            yield f"gradients of {name}", _relative_error(found, wanted) / limit
-        yield name, _relative_error(trained.parameters[name], expected.parameters[name]) / limit
+            yield f"gradients of {name}", relative_error(found, wanted) / limit
+        yield name, relative_error(trained.parameters[name], expected.parameters[name]) / limit
 
 
 def _half_precision(job: Job, magnitudes: NDArray[Any]) -> NDArray[Any]:
@@ -494,5 +495,5 @@ def _half_precision(job: Job, magnitudes: NDArray[Any]) -> NDArray[Any]:
     return operations * (2.0**-11 * magnitudes + 2.0**-23)
 
 
-def _relative_error(found: NDArray[Any], wanted: NDArray[Any]) -> float:
+def relative_error(found: NDArray[Any], wanted: NDArray[Any]) -> float:
     return float(np.linalg.norm(found - wanted) / (np.linalg.norm(wanted) or 1.0))

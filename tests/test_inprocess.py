@@ -9,7 +9,7 @@ import horovod.torch as hvd
 import pytest
 import torch
 from horovod.torch import mpi_ops
-from inprocess import Hang, RanksFailed, run_ranks
+from inprocess import Hang, RanksError, run_ranks
 from torch import nn
 
 import chronica_hvd as chronica
@@ -17,7 +17,7 @@ import chronica_hvd as chronica
 
 def errors_of(count: int, function: Callable[[int], Any]) -> dict[int, BaseException]:
     """Return what each rank raises."""
-    with pytest.raises(RanksFailed) as failed:
+    with pytest.raises(RanksError) as failed:
         run_ranks(count, function)
     return failed.value.errors
 
@@ -127,7 +127,7 @@ def test_the_cause_is_the_error_and_not_the_hang_after_it() -> None:
             raise KeyError("lost")
         hvd.allreduce(torch.ones(1), name="x")
 
-    with pytest.raises(RanksFailed, match="rank 1: KeyError: 'lost'") as failed:
+    with pytest.raises(RanksError, match="rank 1: KeyError: 'lost'") as failed:
         run_ranks(2, fail)
     assert isinstance(failed.value.__cause__, KeyError)
 
