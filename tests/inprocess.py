@@ -1,8 +1,8 @@
 """Ranks as threads of this process: Horovod's own Python code and ours run in them, only its library is played.
 
 Ranks take turns. One thread runs at a time and hands the turn on where Horovod is called, to a rank that a seed draws.
-So a run can be repeated exactly, and it is known at once when nobody can go on. What is played is stricter than Horovod:
-collectives need a name, the ranks must agree, and nobody may write to a tensor on its way.
+So a run can be repeated exactly, and it is known at once when nobody can go on. What is played is stricter than Horovod
+is: collectives need a name, the ranks must agree, and nobody may write to a tensor on its way.
 """
 
 from __future__ import annotations
