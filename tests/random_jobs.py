@@ -36,6 +36,7 @@ class Job:
     dtype: str
     epochs: int
     loss_weight: str | list[float]
+    amounts: list[float] | None  # what each sample counts in truth, said by set_weight; None: loss_weight says it
     speeds: list[float] | None
     plan: dict[str, Any]  # options of chronica_hvd.plan; a CostModel as the dict of its arguments
     optimizer: dict[str, Any]  # options of the optimizer; op and compression by their names
@@ -55,6 +56,10 @@ class Job:
             return 0.0  # what half precision loses in one step must not add up, so that it can be bounded
         scale = self.ranks if self.optimizer["op"] == "Sum" else 1
         return 0.01 / (scale * (self.batch_size if self.loss_weight == "sum" else 1))
+
+    @property
+    def steps_per_update(self) -> int:
+        return self.optimizer.get("backward_passes_per_step", 1)  # type: ignore[no-any-return]
 
     @property
     def moves_samples(self) -> bool:
@@ -80,7 +85,9 @@ def jobs(draw: st.DrawFn, ranks: int | None = None) -> Job:
     optimizer = _optimizer_options(draw, model)
     if "ahead" in loop:
         optimizer["lookahead"] = 1
-    may_skip = model != "sparse" and "groups" not in optimizer and "ahead" not in loop
+    # Losses are summed, and steps added up, before a true amount could be known.
+    may_say_amounts = loss_weight != "sum" and not {"backward_passes_per_step", "compression"} & optimizer.keys()
+    says_amounts = may_say_amounts and draw(st.integers(0, 2)) == 2
     return Job(
         ranks=ranks,
         batch_size=batch_size,
@@ -90,11 +97,12 @@ def jobs(draw: st.DrawFn, ranks: int | None = None) -> Job:
         dtype=draw(st.sampled_from(list(DTYPES))),
         epochs=1 if is_long else draw(st.integers(1, 2)),
         loss_weight=loss_weight,
+        amounts=_weights(seed + 1, samples) if says_amounts else None,
         speeds=draw(st.none() | st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=ranks, max_size=ranks)),
         plan=plan,
         optimizer=optimizer,
         loop=loop,
-        fillers=draw(st.sampled_from(["nan", "skipped"])) if may_skip else "nan",
+        fillers="nan" if "ahead" in loop else draw(st.sampled_from(["nan", "skipped"])),
         average="before" if "ahead" in loop else draw(st.sampled_from(["before", "after"])),
         clips=draw(st.booleans()),
     )
@@ -115,9 +123,11 @@ def _loss_weight(draw: st.DrawFn, seed: int, sizes: list[int]) -> str | list[flo
         return "samples"
     if kind != "array":
         return kind
-    weights = np.random.default_rng(seed).choice([0.0, 0.5, 1.0, 3.0], len(sizes))
-    weights[0] = 1.0
-    return weights.tolist()  # type: ignore[no-any-return]
+    return [1.0, *_weights(seed, len(sizes) - 1)]
+
+
+def _weights(seed: int, samples: int) -> list[float]:
+    return np.random.default_rng(seed).choice([0.0, 0.5, 1.0, 3.0], samples).tolist()  # type: ignore[no-any-return]
 
 
 def _plan_options(
@@ -168,15 +178,17 @@ def _cost(draw: st.DrawFn, ranks: int, sizes: list[int], is_unpadded: bool) -> A
 
 def _optimizer_options(draw: st.DrawFn, model: str) -> dict[str, Any]:
     options: dict[str, Any] = {"op": draw(st.sampled_from(["Average", "Average", "Sum"]))}
-    if options["op"] == "Average" and draw(st.booleans()):
-        options["gradient_predivide_factor"] = draw(st.sampled_from([0.5, 2.0, 3.0]))
     if model == "sparse":
         options["sparse_as_dense"] = draw(st.booleans())
-    # Horovod neither groups sparse gradients nor compresses them unless they are made dense.
+    # Horovod does not group sparse gradients.
     if model != "sparse" and draw(st.integers(0, 2)) == 2:
         options["groups"] = draw(st.integers(1, 3))
-    if options.get("sparse_as_dense", model != "sparse") and draw(st.integers(0, 4)) == 4:
+    elif options["op"] == "Average" and draw(st.booleans()):
+        options["gradient_predivide_factor"] = draw(st.sampled_from([0.5, 2.0, 3.0]))
+    if draw(st.integers(0, 4)) == 4:
         options["compression"] = "fp16"
+    if draw(st.integers(0, 3)) == 3:
+        options["backward_passes_per_step"] = draw(st.integers(2, 3))
     return options
 
 
@@ -215,9 +227,11 @@ class Data(torch.utils.data.Dataset[int]):
         # So far off that the errors have one sign: gradients that cancel out would have no digits left to compare.
         self.targets = torch.from_numpy(random.normal(8.0, size=len(self.sizes))).to(self.dtype)
         self.tokens = torch.from_numpy(random.integers(0, VOCABULARY, (len(self.sizes), LONGEST)))
-        self.loss_weights = torch.from_numpy(self._loss_weights()).to(self.dtype)
+        self.planned_weights = torch.from_numpy(self._planned_weights()).to(self.dtype)
+        true_weights = self.planned_weights if job.amounts is None else torch.tensor(job.amounts)
+        self.loss_weights = true_weights.to(self.dtype)
 
-    def _loss_weights(self) -> NDArray[np.float64]:
+    def _planned_weights(self) -> NDArray[np.float64]:
         if isinstance(self.job.loss_weight, list):
             return np.array(self.job.loss_weight)
         return self.sizes.astype(np.float64) if self.job.loss_weight == "sizes" else np.ones(len(self.sizes))
@@ -310,20 +324,30 @@ def _sgd(job: Job, model: Model) -> torch.optim.Optimizer:
 
 @dataclass
 class Trained:
-    """What became of a job: per step the micro-batches taken, the gradients and the mean loss; at last the model."""
+    """What became of a job.
+
+    Attributes
+    ----------
+    taken, losses
+        Of each step: the micro-batches taken, and the mean loss.
+    gradients, magnitudes
+        Of each update, by parameter: the gradient; Σ |share · gradient of a sample's loss|, where that is needed.
+    parameters
+        At last.
+    """
 
     taken: list[list[list[int]]] = dataclasses.field(default_factory=list)
-    gradients: list[dict[str, NDArray[Any]]] = dataclasses.field(default_factory=list)
     losses: list[float] = dataclasses.field(default_factory=list)
+    gradients: list[dict[str, NDArray[Any]]] = dataclasses.field(default_factory=list)
+    magnitudes: list[dict[str, NDArray[Any]]] = dataclasses.field(default_factory=list)
     parameters: dict[str, NDArray[Any]] = dataclasses.field(default_factory=dict)
-    magnitudes: list[dict[str, NDArray[Any]]] = dataclasses.field(default_factory=list)  # Σ |a sample's part|
 
     def end(self, model: Model) -> Trained:
         self.parameters = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
         return self
 
     def all_gradients(self, name: str) -> NDArray[Any]:
-        """(steps, …) those of one parameter."""
+        """(updates, …) those of one parameter."""
         return np.stack([gradients[name] for gradients in self.gradients])
 
 
@@ -348,8 +372,12 @@ class Training:
     def run(self) -> Trained:
         for epoch in range(self.job.epochs):
             self.sampler.set_epoch(epoch)
+            counts = self.sampler.plan.counts[:, hvd.rank()]
             for step, micro_batches in enumerate(self._steps()):
-                self._step(micro_batches, is_filler=self.sampler.plan.counts[step, hvd.rank()] == 0)
+                if step % self.job.steps_per_update == 0:
+                    self.optimizer.zero_grad()
+                ends_update = (step + 1) % self.job.steps_per_update == 0 or step + 1 == len(counts)
+                self._step(micro_batches, is_filler=counts[step] == 0, ends_update=ends_update)
         return self.trained.end(self.model)
 
     def _steps(self) -> Iterator[Iterable[Batch]]:
@@ -365,22 +393,24 @@ class Training:
         plan = self.sampler.plan
         return (itertools.islice(batches, len(plan.batches(step, hvd.rank()))) for step in range(plan.steps))
 
-    def _step(self, micro_batches: Iterable[Batch], is_filler: bool) -> None:
-        self.optimizer.zero_grad()
+    def _step(self, micro_batches: Iterable[Batch], is_filler: bool, ends_update: bool) -> None:
         taken, losses = [], []
         for batch in micro_batches:
             taken.append(batch.indices.tolist())
+            if self.job.amounts is not None:
+                self.optimizer.set_weight(float(self.data.loss_weights[batch.indices].sum()))
             loss = self._loss(batch) * (float("nan") if is_filler else 1.0)
             if not (is_filler and self.job.fillers == "skipped"):
                 loss.backward()
             losses.append(loss.detach())
         self.trained.taken.append(taken)
-        if self.job.average == "before":
+        if self.job.average == "before" or not ends_update:
             self._average(losses)
-        self._update()
-        if self.job.average == "after":
-            self._average(losses)
-        self.trained.gradients.append(self.model.gradients())
+        if ends_update:
+            self._update()
+            self.trained.gradients.append(self.model.gradients())
+            if self.job.average == "after":
+                self._average(losses)
 
     def _loss(self, batch: Batch) -> torch.Tensor:
         """Return the mean as users compute it, which is NaN where nothing has weight."""
@@ -412,29 +442,44 @@ def reference(job: Job) -> Trained:
     factor = job.ranks if job.optimizer["op"] == "Sum" else 1
     for epoch in range(job.epochs):
         steps = data.steps(epoch)
-        totals = [float(data.loss_weights[step].sum()) for step in steps]
-        for step, own in zip(steps, totals, strict=True):
-            total = float(np.mean(totals)) if job.plan["normalize"] == "epoch" else own
-            total = float(job.ranks) if job.loss_weight == "sum" else total
-            shares = data.loss_weights[step] / total if total > 0.0 else torch.zeros(len(step), dtype=data.dtype)
+        every = list(zip(steps, _shares(data, steps), strict=True))
+        for first in range(0, len(every), job.steps_per_update):
+            update = every[first : first + job.steps_per_update]
             if job.is_compressed:
-                trained.magnitudes.append(_magnitudes(model, data, step, shares * factor))
+                trained.magnitudes.append(_magnitudes(model, data, update, factor))
             optimizer.zero_grad()
-            loss = (shares * model.losses(data.collate(step))).sum()
-            (loss * factor).backward()
-            optimizer.step()
-            trained.taken.append([step])
-            trained.losses.append(loss.item())
+            for step, shares in update:
+                loss = (shares * model.losses(data.collate(step))).sum()
+                (loss * factor).backward()
+                trained.taken.append([step])
+                trained.losses.append(loss.item())
             trained.gradients.append(model.gradients())
+            optimizer.step()
     return trained.end(model)
 
 
-def _magnitudes(model: Model, data: Data, step: list[int], shares: torch.Tensor) -> dict[str, NDArray[Any]]:
-    """Return Σ |share · gradient of a sample's loss| by parameter: no sum of a part of them is larger."""
+def _shares(data: Data, steps: list[list[int]]) -> list[torch.Tensor]:
+    """Return what each sample of each step counts in the step's loss."""
+    weights, job = data.loss_weights, data.job
+    divisors = [float(weights[step].sum()) for step in steps]
+    if job.plan["normalize"] == "epoch":  # as planned, whatever is true
+        divisors = [float(np.mean([float(data.planned_weights[step].sum()) for step in steps]))] * len(steps)
+    if job.loss_weight == "sum":
+        divisors = [float(job.ranks)] * len(steps)
+    return [
+        weights[step] / divisor if divisor else 0.0 * weights[step]
+        for step, divisor in zip(steps, divisors, strict=True)
+    ]
+
+
+def _magnitudes(
+    model: Model, data: Data, update: list[tuple[list[int], torch.Tensor]], factor: float
+) -> dict[str, NDArray[Any]]:
+    """Return Σ |share · factor · gradient of a sample's loss| by parameter: no sum of a part of them is larger."""
     every = []
-    for index, share in zip(step, shares, strict=True):
+    for index, share in [pair for step, shares in update for pair in zip(step, shares, strict=True)]:
         model.zero_grad()
-        (share * model.losses(data.collate([index]))).sum().backward()
+        (factor * share * model.losses(data.collate([index]))).sum().backward()
         every.append(model.gradients())
     return {name: sum(np.abs(gradients[name]) for gradients in every) for name in every[0]}
 

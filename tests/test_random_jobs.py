@@ -21,6 +21,14 @@ from inprocess import run_ranks
 from random_jobs import Job, Trained, Training, check, drawn_jobs, jobs
 
 WEIGHTS = {"samples", "sizes", "array", "sum"}
+OPTIMIZER_OPTIONS = (
+    "groups",
+    "compression",
+    "gradient_predivide_factor",
+    "sparse_as_dense",
+    "lookahead",
+    "backward_passes_per_step",
+)
 JOBS = int(os.environ.get("CHRONICA_RANDOM_JOBS", "300"))
 
 
@@ -55,6 +63,7 @@ def plain_job(**changes: Any) -> Job:
         dtype="float64",
         epochs=2,
         loss_weight="sizes",
+        amounts=None,
         speeds=None,
         plan={**plan, "seed": 0, "micro_batches": "auto", "min_local_batch": 1},
         optimizer={"op": "Average"},
@@ -194,8 +203,10 @@ def test_the_jobs_are_of_all_kinds() -> None:
         "drop_last": {False, True},
     }.items():
         _at_least(10, drawn, lambda job, name=name: job.plan[name], values)
-    for name in ("groups", "compression", "gradient_predivide_factor", "sparse_as_dense", "lookahead"):
+    for name in OPTIMIZER_OPTIONS:
         _at_least(10, drawn, lambda job, name=name: name in job.optimizer, {True})
+    _at_least(20, drawn, lambda job: job.amounts is not None, {True})
+    _at_least(20, drawn, lambda job: job.fillers, {"nan", "skipped"})
     _at_least(5, drawn, lambda job: "indices" in job.plan, {True})
     _at_least(5, drawn, lambda job: job.plan.get("max_size") is not None, {True})
     _at_least(20, drawn, lambda job: job.optimizer["op"], {"Average", "Sum"})
