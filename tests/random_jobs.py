@@ -85,6 +85,9 @@ def jobs(draw: st.DrawFn, ranks: int | None = None) -> Job:
     optimizer = _optimizer_options(draw, model)
     if "ahead" in loop:
         optimizer["lookahead"] = 1
+        optimizer.pop("backward_passes_per_step", None)  # average() gives another step's: see test_random_jobs.py
+    # With several steps per update, ranks that skip a filler lose count: see test_random_jobs.py.
+    may_skip = "ahead" not in loop and "backward_passes_per_step" not in optimizer
     # Losses are summed, and steps added up, before a true amount could be known.
     may_say_amounts = loss_weight != "sum" and not {"backward_passes_per_step", "compression"} & optimizer.keys()
     says_amounts = may_say_amounts and draw(st.integers(0, 2)) == 2
@@ -102,7 +105,7 @@ def jobs(draw: st.DrawFn, ranks: int | None = None) -> Job:
         plan=plan,
         optimizer=optimizer,
         loop=loop,
-        fillers="nan" if "ahead" in loop else draw(st.sampled_from(["nan", "skipped"])),
+        fillers=draw(st.sampled_from(["nan", "skipped"])) if may_skip else "nan",
         average="before" if "ahead" in loop else draw(st.sampled_from(["before", "after"])),
         clips=draw(st.booleans()),
     )
