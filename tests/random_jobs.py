@@ -32,7 +32,7 @@ class Job:
     batch_size: int
     sizes: list[int]
     seed: int  # of data and parameters, and of the moments at which ranks take turns
-    model: str  # "dense", "bag", or "sparse" for a bag with a sparse gradient
+    model: str  # "dense", "gated" (which leaves parameters unused), "bag", "sparse" (whose gradient is)
     dtype: str
     epochs: int
     loss_weight: str | list[float]
@@ -80,7 +80,7 @@ def jobs(draw: st.DrawFn, ranks: int | None = None) -> Job:
     sizes = _sizes(np.random.default_rng(seed), draw(st.sampled_from(["heavy", "heavy", "equal", "zeros"])), samples)
     loss_weight = _loss_weight(draw, seed, sizes)
     plan = _plan_options(draw, ranks, batch_size, sizes, loss_weight)
-    model = draw(st.sampled_from(["dense", "dense", "bag", "sparse"]))
+    model = draw(st.sampled_from(["dense", "gated", "bag", "sparse"]))
     loop = draw(st.sampled_from(["plain", "steps", "ahead", "steps_ahead"]))
     optimizer = _optimizer_options(draw, model)
     if "ahead" in loop:
@@ -290,14 +290,18 @@ class Data(torch.utils.data.Dataset[int]):
 
 
 class Model(nn.Module):
-    """A sample's loss is the squared error of a small network over its features or the mean of its tokens' vectors."""
+    """A sample's loss is the squared error of a small network over its features or the mean of its tokens' vectors.
+
+    The gated one sends a sample through one of two layers, so that a batch may leave the other without a gradient.
+    """
 
     def __init__(self, job: Job) -> None:
         super().__init__()
         self.tokens = None
-        if job.model != "dense":
+        if job.model in ("bag", "sparse"):
             self.tokens = nn.Embedding(VOCABULARY, FEATURES, sparse=job.model == "sparse")
         self.hidden, self.out = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, 1)
+        self.other = nn.Linear(FEATURES, WIDTH) if job.model == "gated" else None
         self.to(DTYPES[job.dtype])
         random = np.random.default_rng(job.seed + 1)
         with torch.no_grad():
@@ -310,14 +314,23 @@ class Model(nn.Module):
         if self.tokens is not None:
             vectors = self.tokens(batch.tokens) * batch.is_token[:, :, None]
             inputs = vectors.sum(dim=1) / batch.is_token.sum(dim=1, keepdim=True).clamp(min=1)
-        return (self.out(torch.tanh(self.hidden(inputs)))[:, 0] - batch.targets).square()
+        return (self.out(torch.tanh(self._hidden(inputs)))[:, 0] - batch.targets).square()
+
+    def _hidden(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.other is None:
+            return self.hidden(inputs)  # type: ignore[no-any-return]
+        hidden = inputs.new_zeros(len(inputs), WIDTH)
+        for layer, is_chosen in ((self.hidden, inputs[:, 0] > 0.0), (self.other, inputs[:, 0] <= 0.0)):
+            if is_chosen.any():
+                hidden = hidden.index_put((is_chosen.nonzero()[:, 0],), layer(inputs[is_chosen]))
+        return hidden
 
     def gradients(self) -> dict[str, NDArray[Any]]:
-        return {name: _dense(parameter.grad) for name, parameter in self.named_parameters()}
+        return {name: _dense_gradient(parameter) for name, parameter in self.named_parameters()}
 
 
-def _dense(gradient: torch.Tensor | None) -> NDArray[Any]:
-    assert gradient is not None
+def _dense_gradient(parameter: nn.Parameter) -> NDArray[Any]:
+    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     return (gradient.to_dense() if gradient.is_sparse else gradient).clone().numpy()
 
 
@@ -457,8 +470,16 @@ def reference(job: Job) -> Trained:
                 trained.taken.append([step])
                 trained.losses.append(loss.item())
             trained.gradients.append(model.gradients())
+            if job.ranks > 1:  # Horovod sends zeros for what nobody has used, and momentum goes on
+                _fill(model)
             optimizer.step()
     return trained.end(model)
+
+
+def _fill(model: Model) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def _shares(data: Data, steps: list[list[int]]) -> list[torch.Tensor]:

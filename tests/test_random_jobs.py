@@ -159,6 +159,7 @@ def test_what_is_wrong_is_noticed(spoil: Callable[[list[Trained]], None]) -> Non
         {"dtype": "float32", "loss_weight": "samples"},
         {"optimizer": {"op": "Average", "compression": "fp16"}},
         {"model": "sparse", "loss_weight": "samples"},
+        {"model": "gated", "optimizer": {"op": "Average", "groups": 2}},
     ],
 )
 def test_a_weight_that_is_a_little_wrong_is_noticed(changes: dict[str, Any]) -> None:
@@ -205,7 +206,7 @@ def test_the_jobs_are_of_all_kinds() -> None:
     """Else the test above proves less than it says."""
     drawn = drawn_jobs(300)
     _at_least(8, drawn, lambda job: job.ranks, {1, 2, 3, 4, 5})
-    _at_least(30, drawn, lambda job: job.model, {"dense", "bag", "sparse"})
+    _at_least(30, drawn, lambda job: job.model, {"dense", "gated", "bag", "sparse"})
     _at_least(50, drawn, lambda job: job.dtype, {"float32", "float64"})
     _at_least(30, drawn, lambda job: job.loop, {"plain", "steps", "ahead", "steps_ahead"})
     _at_least(20, drawn, lambda job: "array" if isinstance(job.loss_weight, list) else job.loss_weight, WEIGHTS)
