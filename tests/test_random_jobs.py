@@ -18,7 +18,9 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from inprocess import run_ranks
-from random_jobs import Job, Trained, Training, check, drawn_jobs, jobs
+from job_reference import check
+from job_training import Trained, Training
+from random_jobs import Job, drawn_jobs, jobs
 
 WEIGHTS = {"samples", "sizes", "array", "sum"}
 OPTIMIZER_OPTIONS = (

@@ -10,8 +10,10 @@ from collections.abc import Callable
 
 import pytest
 from inprocess import run_ranks
+from job_reference import LIMITS, check, relative_error
+from job_training import Trained, Training
 from launch import Launch, horovodrun, succeeded
-from random_jobs import LIMITS, Job, Trained, Training, check, drawn_jobs, relative_error
+from random_jobs import Job, drawn_jobs
 
 pytestmark = pytest.mark.parallel
 

@@ -7,7 +7,8 @@ import pickle
 
 import horovod.torch as hvd
 import rank
-from random_jobs import Job, Training
+from job_training import Training
+from random_jobs import Job
 
 
 def main() -> None:
