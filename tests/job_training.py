@@ -226,10 +226,14 @@ class Training:
         taken, losses = [], []
         for batch in micro_batches:
             taken.append(batch.indices.tolist())
+            counts = not is_filler
             if self.job.amounts is not None:
-                self.optimizer.set_weight(float(self.data.loss_weights[batch.indices].sum()))
+                amount = float(self.data.loss_weights[batch.indices].sum())
+                self.optimizer.set_weight(amount)
+                # The backward pass of a rank's whole batch may be left out, but not that of a part.
+                counts = counts and (amount > 0.0 or self.sampler.micro_batches != 1)
             loss = self._loss(batch) * (float("nan") if is_filler else 1.0)
-            if not (is_filler and self.job.fillers == "skipped"):
+            if counts or self.job.fillers != "skipped":
                 loss.backward()
             losses.append(loss.detach())
         self.trained.taken.append(taken)

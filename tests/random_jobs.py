@@ -29,7 +29,7 @@ class Job:
     plan: dict[str, Any]  # options of chronica_hvd.plan; a CostModel as the dict of its arguments
     optimizer: dict[str, Any]  # options of the optimizer; op and compression by their names
     loop: str  # "plain", "steps", "ahead", "steps_ahead"
-    fillers: str  # "nan": their loss is; "skipped": they have no backward pass
+    fillers: str  # "nan": their loss is; "skipped": they, and batches of true weight 0, have no backward pass
     average: str  # the loss is averaged "before" or "after" the update
     clips: bool  # synchronizes by itself, as for clipping, before it makes the step
 
@@ -75,7 +75,7 @@ def jobs(draw: st.DrawFn, ranks: int | None = None) -> Job:
         optimizer["lookahead"] = 1
         optimizer.pop("backward_passes_per_step", None)  # average() gives another step's: see test_random_jobs.py
     # With several steps per update, ranks that skip a filler lose count: see test_random_jobs.py.
-    may_skip = "ahead" not in loop and "backward_passes_per_step" not in optimizer
+    may_skip = ranks > 1 and "ahead" not in loop and "backward_passes_per_step" not in optimizer
     # Amounts mean nothing to summed losses, come too late for several steps, and may be too small for half precision.
     may_say_amounts = loss_weight != "sum" and not {"backward_passes_per_step", "compression"} & optimizer.keys()
     says_amounts = may_say_amounts and draw(st.integers(0, 2)) == 2
