@@ -35,7 +35,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Launch
     def launch(ranks: int) -> Launch:
         folder = tmp_path_factory.mktemp(f"{ranks}-ranks")
         (folder / "jobs.json").write_text(json.dumps([dataclasses.asdict(job) for job in of_ranks(ranks)]))
-        return horovodrun(ranks, "train_random_jobs", folder)
+        return horovodrun(ranks, "train_random_jobs", folder, timeout_s=400.0)
 
     return lambda ranks: succeeded(launch(ranks))
 
