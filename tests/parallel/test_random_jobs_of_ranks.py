@@ -1,0 +1,62 @@
+"""A sample of the random jobs on real ranks: no wrong gradient, no lost sample; ranks in one process do the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import pickle
+from collections.abc import Callable
+
+import pytest
+from inprocess import run_ranks
+from job_reference import LIMITS, check, relative_error
+from job_training import Trained, Training
+from launch import Launch, horovodrun, succeeded
+from random_jobs import Job, drawn_jobs
+
+pytestmark = pytest.mark.parallel
+
+JOBS = 40
+every_job = pytest.mark.parametrize(("ranks", "number"), [(ranks, n) for ranks in (2, 3) for n in range(JOBS)])
+
+
+@functools.cache
+def of_ranks(ranks: int) -> list[Job]:
+    """Return a sample of the jobs of so many ranks; those drawn one after the other are often alike."""
+    return drawn_jobs(5 * JOBS, ranks)[::5]
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Launch]:
+    """All jobs of a number of ranks, in one launch."""
+
+    @functools.cache
+    def launch(ranks: int) -> Launch:
+        folder = tmp_path_factory.mktemp(f"{ranks}-ranks")
+        (folder / "jobs.json").write_text(json.dumps([dataclasses.asdict(job) for job in of_ranks(ranks)]))
+        return horovodrun(ranks, "train_random_jobs", folder, timeout_s=400.0)
+
+    return lambda ranks: succeeded(launch(ranks))
+
+
+@every_job
+def test_a_random_job_of_ranks_equals_a_single_process(
+    ranks: int, number: int, launched: Callable[[int], Launch]
+) -> None:
+    check(of_ranks(ranks)[number], _trained(launched(ranks), ranks, number))
+
+
+@every_job
+def test_ranks_in_one_process_do_what_ranks_do(ranks: int, number: int, launched: Callable[[int], Launch]) -> None:
+    """Else what they prove would prove nothing of real ones."""
+    job = of_ranks(ranks)[number]
+    within = run_ranks(ranks, lambda rank: Training(job).run(), seed=job.seed)
+    for real, played in zip(_trained(launched(ranks), ranks, number), within, strict=True):
+        assert real.taken == played.taken
+        for name, values in real.parameters.items():
+            assert relative_error(values, played.parameters[name]) <= LIMITS[job.dtype]
+
+
+def _trained(launch: Launch, ranks: int, number: int) -> list[Trained]:
+    return [pickle.loads((launch.folder / f"{number}.{rank}.pickle").read_bytes()) for rank in range(ranks)]
