@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from chronica_hvd.loader import DataLoader
     from chronica_hvd.optimizer import DistributedOptimizer
     from chronica_hvd.sampler import BatchSampler
+    from chronica_hvd.verification import verify
 
 __all__ = [
     "BatchSampler",
@@ -53,6 +54,7 @@ __all__ = [
     "average",
     "flops",
     "plan",
+    "verify",
 ]
 
 #: Names that need torch, imported when first asked for: name → module (the module itself where they are the same).
@@ -62,6 +64,7 @@ _NEEDS_TORCH = {
     "DistributedOptimizer": "optimizer",
     "average": "gather",
     "flops": "flops",
+    "verify": "verification",
 }
 
 
