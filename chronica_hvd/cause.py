@@ -10,7 +10,7 @@ import torch
 
 from chronica_hvd.denominator import Denominator, LossWeights
 from chronica_hvd.finding import Finding
-from chronica_hvd.probe import Output, Probe, is_synchronized, takes_batch_statistics
+from chronica_hvd.probe import Output, Probe, gradients_of, is_synchronized, takes_batch_statistics
 
 #: An error this many times the limit can be rounding, if nothing else is found.
 LARGEST_ROUNDING = 100.0
@@ -155,7 +155,7 @@ def _key(output: Output) -> tuple[int, int]:
 def _used(loss: torch.Tensor, outputs: list[Output]) -> Iterator[Output]:
     """Yield the outputs with only those tensors that the loss depends on; of those without a graph nothing is known."""
     tensors = [tensor for output in outputs for tensor in output.tensors if tensor.requires_grad]
-    gradients = torch.autograd.grad(loss, tensors, allow_unused=True) if tensors else ()
+    gradients = gradients_of(loss, tensors)
     unused = {id(t) for t, gradient in zip(tensors, gradients, strict=True) if gradient is None or not gradient.any()}
     for output in outputs:
         # The place of a tensor says which it is of those that the module returned alone.

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -224,6 +224,18 @@ def probing(step_fn: Callable[[list[int]], torch.Tensor]) -> Iterator[Probe]:
         _WithoutDropout(),
     ):
         yield probe
+
+
+def gradients_of(loss: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Return the gradient with respect to each tensor, ``None`` where the loss does not depend on it.
+
+    As ``torch.autograd.grad``, in which modes as ours are off: what a checkpoint computes anew would be dropped out.
+    """
+    if not tensors:
+        return []
+    one = torch.ones_like(loss)
+    engine = torch.autograd.Variable._execution_engine
+    return list(engine.run_backward((loss,), (one,), False, False, tuple(tensors), True, accumulate_grad=False))
 
 
 def is_synchronized(module: torch.nn.Module) -> bool:

@@ -14,7 +14,7 @@ from chronica_hvd.cause import find_cause
 from chronica_hvd.denominator import LossWeights
 from chronica_hvd.finding import Finding
 from chronica_hvd.plans import Plan
-from chronica_hvd.probe import Probe, probing
+from chronica_hvd.probe import Probe, gradients_of, probing
 from chronica_hvd.sampler import BatchSampler
 
 #: Largest relative error that another order of summation explains; of shorter types ten units of their rounding, since
@@ -223,7 +223,7 @@ class _BothWays:
         leaves = _leaves(loss)
         if not leaves:
             raise ValueError("the loss depends on no tensor that requires a gradient; unfreeze what is to be trained")
-        for leaf, gradient in zip(leaves, torch.autograd.grad(loss, leaves, allow_unused=True), strict=True):
+        for leaf, gradient in zip(leaves, gradients_of(loss, leaves), strict=True):
             self._leaves[id(leaf)] = leaf, self._leaves.get(id(leaf), (leaf, 0))[1] + 1
             if gradient is not None:
                 gradient = gradient.to_dense() if gradient.layout != torch.strided else gradient
