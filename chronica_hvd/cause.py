@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
@@ -40,7 +41,6 @@ def find_cause(
         finding = (
             _random(probe, counting, limit)
             or _module(probe, counting, limit)
-            or _batch_statistics(probe)
             or Denominator(probe, told, counting, limit).finding()
             or _rounding(error, limit)
         )
@@ -115,14 +115,36 @@ def _module(probe: Probe, samples: list[int], limit: float) -> Finding | None:
     pair = [samples[0], samples[-1]]
     if pair[0] == pair[1]:
         return None
-    longest, shortest = ({_key(output): output for output in probe.record([sample])[1]} for sample in pair)
+    alone = [{_key(output): output for output in probe.record([sample])[1]} for sample in pair]
     loss, together = probe.record(pair)
-    for output in _used(loss, together):
-        if takes_batch_statistics(output.module) or _differs(longest.get(_key(output)), output, 0, limit):
-            return _of_module("batch mates", probe, output.module)
-        if _differs(shortest.get(_key(output)), output, 1, limit):
-            return _of_module("padding", probe, output.module)
+    causes = [_dependence(output, alone, limit) for output in _used(loss, together)]
+    for place, cause in enumerate(causes):
+        # What differs within a module whose own output does not is of no consequence.
+        if cause in ("batch mates", "padding") and "nothing" not in _of_callers(causes, together, place):
+            return _of_module(cause, probe, together[place].module)
     return None
+
+
+def _of_callers(causes: list[str], outputs: list[Output], place: int) -> Iterator[str]:
+    """Yield the causes of those modules that the one at a place ran within."""
+    depth = outputs[place].depth
+    for cause, output in zip(causes[place:], outputs[place:], strict=True):
+        if output.depth < depth:
+            depth = output.depth
+            yield cause
+
+
+def _dependence(output: Output, alone: list[dict[tuple[int, int], Output]], limit: float) -> str:
+    """Return what an output of a pair's depends on: ``"batch mates"``, ``"padding"``, ``"nothing"``; "" if unknown."""
+    if not any(value.numel() for value in output.values):
+        return ""
+    if takes_batch_statistics(output.module):
+        return "batch mates"
+    differences = [_difference(alone[place].get(_key(output)), output, place) for place in range(2)]
+    for difference, cause in zip(differences, ("batch mates", "padding"), strict=True):
+        if difference is not None and difference > limit:
+            return cause
+    return "" if None in differences else "nothing"
 
 
 def _of_module(cause: str, probe: Probe, module: torch.nn.Module) -> Finding:
@@ -163,30 +185,30 @@ def _used(loss: torch.Tensor, outputs: list[Output]) -> Iterator[Output]:
             torch.empty(0) if id(tensor) in unused else value
             for tensor, value in zip(output.tensors, output.values, strict=True)
         ]
-        yield Output(output.module, output.call, kept, output.tensors)
+        yield dataclasses.replace(output, values=kept)
 
 
-def _differs(alone: Output | None, together: Output, place: int, limit: float) -> bool:
-    """Whether a module returned something else for a sample alone than for it as the first or second of a pair."""
-    if alone is None or len(alone.values) != len(together.values):
-        return False
-    return any(
-        _difference(a, b, place) > limit for a, b in zip(alone.values, together.values, strict=True) if b.numel() > 0
-    )
+def _difference(alone: Output | None, pair: Output, place: int) -> float | None:
+    """Return by how much an output differs for a sample alone and as the first or second of a pair; None if unknown."""
+    if alone is None or len(alone.values) != len(pair.values):
+        return None
+    each = [_least_difference(a, b, place) for a, b in zip(alone.values, pair.values, strict=True) if b.numel() > 0]
+    known = [difference for difference in each if difference is not None]
+    return max(known) if known and (len(known) == len(each) or max(known) > 0.0) else None
 
 
-def _difference(alone: torch.Tensor, pair: torch.Tensor, place: int) -> float:
-    """Return the relative L2 difference of a sample alone and the part of a pair that fits best; 0 if none can fit.
+def _least_difference(alone: torch.Tensor, pair: torch.Tensor, place: int) -> float | None:
+    """Return the relative L2 difference of a sample alone and the part of a pair that fits best; None if none can fit.
 
     A dimension that is larger in the pair counts samples, positions, or both. Where the sample lies in it is tried: at
     the head or the tail of all, or of the half that is the sample's, or in every second place.
     """
     if alone.dim() != pair.dim() or alone.shape == pair.shape:
-        return 0.0
+        return None
     places: list[list[slice]] = []
     for few, many in zip(alone.shape, pair.shape, strict=True):
         if many < few:
-            return 0.0
+            return None
         half = many // 2
         starts = {0, many - few}
         if many % 2 == 0 and few <= half:
@@ -196,8 +218,7 @@ def _difference(alone: torch.Tensor, pair: torch.Tensor, place: int) -> float:
             parts.append(slice(place, None, 2))
         places.append(parts)
     norm = float(torch.linalg.vector_norm(alone[alone.isfinite()].double()))
-    distances = (_distance(alone, pair[part]) for part in itertools.product(*places))
-    best = min(distances)
+    best = min(_distance(alone, pair[part]) for part in itertools.product(*places))
     return best / norm if norm > 0.0 else best
 
 

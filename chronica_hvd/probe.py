@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import random
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
@@ -59,6 +60,8 @@ class Output:
         The module.
     call
         Which of its calls this was, from 0 on.
+    depth
+        How many calls of other modules this one is within.
     values
         Copies of the tensors it returned.
     tensors
@@ -67,6 +70,7 @@ class Output:
 
     module: torch.nn.Module
     call: int
+    depth: int
     values: list[torch.Tensor]
     tensors: list[torch.Tensor]
 
@@ -92,6 +96,7 @@ class Probe:
         self._made_local: list[torch.nn.Module] = []
         self._outputs: list[Output] | None = None
         self._calls: dict[int, int] = {}
+        self._depth = 0
         self.dtypes: set[torch.dtype] = set()
         self.modules: dict[int, torch.nn.Module] = {}
         self.failure: Exception | None = None
@@ -118,7 +123,7 @@ class Probe:
 
     def record(self, samples: list[int]) -> tuple[torch.Tensor, list[Output]]:
         """Return the loss of a batch, and what each module returned, in the order in which they were through."""
-        self._outputs, self._calls = [], {}
+        self._outputs, self._calls, self._depth = [], {}, 0
         try:
             return self.loss(samples), self._outputs
         finally:
@@ -159,7 +164,10 @@ class Probe:
 
     def _enter(self, module: torch.nn.Module, inputs: Any) -> None:
         """Before a module runs for the first time, keep what it may change."""
-        if id(module) in self.modules or threading.get_ident() != self._thread:
+        if threading.get_ident() != self._thread:
+            return
+        self._depth += 1
+        if id(module) in self.modules:
             return
         members = list(module.modules())
         self._roots = [root for root in self._roots if root not in members] + [module]
@@ -186,13 +194,14 @@ class Probe:
         """Note what a module returns."""
         if threading.get_ident() != self._thread:
             return
+        self._depth -= 1
         tensors = _tensors(output)
         self.dtypes.update(tensor.dtype for tensor in tensors if tensor.requires_grad)
         if self._outputs is not None:
             call = self._calls.get(id(module), 0)
             self._calls[id(module)] = call + 1
             values = [tensor.detach().clone() for tensor in tensors]  # what follows may change them in place
-            self._outputs.append(Output(module, call, values, tensors))
+            self._outputs.append(Output(module, call, self._depth, values, tensors))
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
@@ -215,6 +224,7 @@ def probing(step_fn: Callable[[list[int]], torch.Tensor]) -> Iterator[Probe]:
     """
     probe = Probe(step_fn)
     with (
+        warnings.catch_warnings(),
         _kept_random_states(),
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -223,6 +233,8 @@ def probing(step_fn: Callable[[list[int]], torch.Tensor]) -> Iterator[Probe]:
         probe._watching(),
         _WithoutDropout(),
     ):
+        # They fire once more for the wrapper, which does no harm.
+        warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
         yield probe
 
 
