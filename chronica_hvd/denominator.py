@@ -89,8 +89,11 @@ class Denominator:
         twice = {sample: self._probe.loss([sample, sample]).item() for sample in self._alone}
         is_sum = all(self._is_same(twice[sample], 2.0 * loss) for sample, loss in self._alone.items())
         is_mean = all(self._is_same(twice[sample], loss) for sample, loss in self._alone.items())
-        if is_sum and is_mean:  # all losses are 0: nothing can be told
-            return None
+        if is_sum and is_mean:
+            return Finding(
+                advice="The losses of single samples are all 0 or not finite, so what the loss divides by could not be "
+                "found out from them. No module's output depends on padding or batch mates."
+            )
         if is_sum:
             return self._of_sum()
         if not is_mean:

@@ -142,6 +142,91 @@ class Recurrent(nn.Module):
         return state[-1] if self.last_state else x
 
 
+class Scores(nn.Module):
+    """Products of queries and keys, −∞ where there is padding."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+        scores = q @ k.mT
+        return scores if real is None else scores.masked_fill(~real, -torch.inf)
+
+
+class Folded(nn.Module):
+    """Attention of two heads, as a dimension of samples · heads, or of heads · samples."""
+
+    def __init__(self, heads_first: bool, masked: bool = True) -> None:
+        super().__init__()
+        self.heads_first, self.masked = heads_first, masked
+        self.qkv, self.scores, self.softmax = nn.Linear(WIDTH, 3 * WIDTH), Scores(), nn.Softmax(-1)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        samples, time, _ = x.shape
+        order = (2, 0, 1, 3) if self.heads_first else (0, 2, 1, 3)
+        q, k, v = (
+            part.reshape(samples, time, 2, WIDTH // 2).permute(order).reshape(-1, time, WIDTH // 2)
+            for part in self.qkv(x).chunk(3, -1)
+        )
+        keys = real.repeat(2, 1) if self.heads_first else real.repeat_interleave(2, 0)
+        x = self.softmax(self.scores(q, k, keys[:, None] if self.masked else None)) @ v
+        back = (1, 2, 0, 3) if self.heads_first else (0, 2, 1, 3)
+        heads = (2, samples) if self.heads_first else (samples, 2)
+        return self.out(x.reshape(*heads, time, -1).permute(back).reshape(samples, time, WIDTH))
+
+
+class TimeFirst(nn.Module):
+    """A recurrent network of tensors (time, samples, WIDTH)."""
+
+    def __init__(self, both_ways: bool) -> None:
+        super().__init__()
+        self.gru = nn.GRU(WIDTH, WIDTH // 2 if both_ways else WIDTH, bidirectional=both_ways)
+
+    def forward(self, x: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        return self.gru(x.transpose(0, 1))[0].transpose(0, 1)
+
+
+class Flattened(nn.Module):
+    """Layers of single tokens, all of them or only the real ones."""
+
+    def __init__(self, only_real: bool) -> None:
+        super().__init__()
+        self.only_real = only_real
+        self.first, self.last = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        if not self.only_real:
+            return self.last(self.first(x.reshape(-1, WIDTH)).relu()).reshape(x.shape)
+        y = torch.zeros_like(x)
+        y[real] = self.last(self.first(x[real]).relu())
+        return y
+
+
+class Experts(nn.Module):
+    """Each token goes to one of three layers, so that these see tokens in no order that could be aligned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(WIDTH, 3), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        tokens = x.reshape(-1, WIDTH)
+        weight, chosen = self.gate(tokens).softmax(-1).max(-1)
+        y = torch.zeros_like(tokens)
+        for place, expert in enumerate(self.experts):
+            y[chosen == place] = expert(tokens[chosen == place]) * weight[chosen == place, None]
+        return y.reshape(x.shape)
+
+
+class Convolutions(nn.Module):
+    def __init__(self, masked: bool) -> None:
+        super().__init__()
+        self.masked = masked
+        self.first, self.second = (nn.Conv1d(WIDTH, WIDTH, 3, padding=1) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        x = self.first(x.mT).relu()
+        return self.second(x * real[:, None] if self.masked else x).mT
+
+
 def reference(step_fn: Step, samples: chronica.BatchSampler, step: int, parameters: Any) -> list[float]:
     """The relative errors of a step, from .grad and by the plan's own numbers."""
     plan, parameters = samples.plan, list(parameters)
@@ -407,6 +492,28 @@ def test_loss_weights_are_told_apart_where_padding_is_on_the_left() -> None:
     assert "give loss_weight='sizes'" in str(found)
 
 
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("dtype", [DOUBLE, SINGLE])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Folded(heads_first=False),
+        lambda: Folded(heads_first=True),
+        lambda: Flattened(only_real=False),
+        lambda: Flattened(only_real=True),
+        lambda: Convolutions(masked=True),
+        Experts,
+        Attention,
+    ],
+)
+def test_no_module_is_accused_where_the_loss_weight_is_to_blame(
+    make: Callable[[], nn.Module], dtype: torch.dtype, left: bool
+) -> None:
+    step = token_mean(make(), dtype, left)
+    assert_exact(chronica.verify(step, sampler("sizes")))
+    assert_wrong(chronica.verify(step, sampler("samples")), "loss weight")
+
+
 def test_batch_statistics_are_named() -> None:
     found = chronica.verify(token_mean(Tokenwise(OverTime(nn.BatchNorm1d(WIDTH)))), sampler())
     assert_wrong(found, "batch mates", "layers.0.layer (BatchNorm1d)")
@@ -455,11 +562,12 @@ def test_batch_mates_of_a_module_are_named() -> None:
 @pytest.mark.parametrize(
     ("model", "module"),
     [
-        # The first layer's zeros stay zeros; its bias stands in the padding of the second.
-        (
-            Tokenwise(OverTime(nn.Conv1d(WIDTH, WIDTH, 3, padding=1))),
-            "layers.0.layer (Conv1d)",
-        ),
+        (Tokenwise(OverTime(nn.Conv1d(WIDTH, WIDTH, 3, padding=1))), "layers.0.layer (Conv1d)"),
+        # The first one sees zeros in the padding, the second one the first one's bias.
+        (Convolutions(masked=False), "second (Conv1d)"),
+        (Folded(heads_first=False, masked=False), "softmax (Softmax)"),
+        (Folded(heads_first=True, masked=False), "softmax (Softmax)"),
+        (TimeFirst(both_ways=True), "gru (GRU)"),
         (Attention(masked=False), "block.self_attn (MultiheadAttention)"),
         (Tokenwise(OverTime(nn.InstanceNorm1d(WIDTH))), "layers.0.layer (InstanceNorm1d)"),
     ],
