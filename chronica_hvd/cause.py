@@ -50,7 +50,7 @@ def find_cause(
         # The proof stands, whatever a single sample does to the model.
         finding = _batch_statistics(probe) or Finding(
             advice="To find the cause, step_fn was called on one and on two samples, where it raised "
-            f"{type(raised).__name__}: {raised}"
+            f"{type(raised).__name__}: {(str(raised).strip().splitlines() or [''])[-1]}"
         )
     synchronized = [module for module in probe.modules.values() if is_synchronized(module) and module.training]
     if synchronized:

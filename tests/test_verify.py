@@ -380,6 +380,7 @@ def test_functional_and_recurrent_dropout_is_switched_off() -> None:
             x = functional.dropout(self.lstm(x)[0], 0.5, self.training)
             x = torch.dropout(x, p=0.5, train=True)
             x = functional.scaled_dot_product_attention(x, x, x, real[:, None, :], 0.5)
+            x = functional.scaled_dot_product_attention(x, x, x, real[:, None, :], dropout_p=0.5)
             return self.gru(x)[0]
 
     assert_exact(chronica.verify(token_mean(Dropping()), sampler()))
