@@ -226,8 +226,7 @@ def probing(step_fn: Callable[[list[int]], torch.Tensor]) -> Iterator[Probe]:
     with (
         warnings.catch_warnings(),
         _kept_random_states(),
-        torch.inference_mode(False),
-        torch.enable_grad(),
+        torch.inference_mode(False),  # which also enables gradients
         _full_precision(),
         _uncompiled(),
         probe._watching(),

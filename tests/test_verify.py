@@ -386,6 +386,13 @@ def test_functional_and_recurrent_dropout_is_switched_off() -> None:
     assert_exact(chronica.verify(token_mean(Dropping()), sampler()))
 
 
+@pytest.mark.parametrize("draw", [lambda: torch.rand(()), random.random, np.random.random])
+def test_each_call_draws_the_same_random_numbers(draw: Callable[[], Any]) -> None:
+    """What is drawn once per call (a layer that is dropped, a scale) is no difference."""
+    step = token_mean(Tokenwise())
+    assert_exact(chronica.verify(lambda indices: step(indices) * (1 + draw()), sampler()))
+
+
 def test_packed_sequences_are_exact() -> None:
     assert_exact(chronica.verify(sample_mean(Recurrent(last_state=True, packed=True)), sampler("samples")))
 
@@ -581,6 +588,16 @@ def test_padding_that_is_not_masked_is_named(model: nn.Module, module: str, dtyp
 def test_pooling_over_padding_is_named() -> None:
     found = chronica.verify(sample_mean(Pooled(masked=False)), sampler("samples"))
     assert_wrong(found, "padding", "last (Linear)")
+
+
+def test_what_happens_in_place_behind_a_module_is_not_its_fault() -> None:
+    class InPlace(Tokenwise):
+        def forward(self, x: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            x += x.mean(1, keepdim=True).detach()
+            return self.last(x)
+
+    assert_wrong(chronica.verify(token_mean(InPlace()), sampler()), "padding", "last (Linear)")
 
 
 def test_left_padding_of_a_recurrent_network_is_named() -> None:
