@@ -600,6 +600,17 @@ def test_what_happens_in_place_behind_a_module_is_not_its_fault() -> None:
     assert_wrong(chronica.verify(token_mean(InPlace()), sampler()), "padding", "last (Linear)")
 
 
+def test_packed_outputs_are_passed_over() -> None:
+    lstm = nn.LSTM(WIDTH, WIDTH).double()
+
+    def step(indices: list[int]) -> torch.Tensor:
+        packed, _ = lstm(rnn.pack_sequence([sequence(i)[0] for i in indices], enforce_sorted=False))
+        return packed.data.square().mean()
+
+    assert_exact(chronica.verify(step, sampler("sizes")))
+    assert_wrong(chronica.verify(step, sampler("samples")), "loss weight")
+
+
 def test_left_padding_of_a_recurrent_network_is_named() -> None:
     assert_exact(chronica.verify(token_mean(Recurrent(last_state=False)), sampler()))
     found = chronica.verify(token_mean(Recurrent(last_state=False), left=True), sampler())
@@ -746,6 +757,19 @@ def test_tensors_of_several_modules_and_of_none_have_names() -> None:
         "Linear#2.weight",
         "unnamed 0 of shape (3,)",
     ]
+
+
+def test_the_outermost_module_gives_the_names_whenever_it_is_called() -> None:
+    model = Tokenwise().double()
+    step = token_mean(model)
+
+    def inner_first(indices: list[int]) -> torch.Tensor:
+        x, _, real = batch(indices)
+        return step(indices) + model.first(x)[real].square().mean()
+
+    found = chronica.verify(inner_first, sampler())
+    assert_exact(found)
+    assert list(found.errors) == ["first.weight", "first.bias", "last.weight", "last.bias"]
 
 
 def test_a_tensor_that_the_planned_way_misses_is_wrong() -> None:
