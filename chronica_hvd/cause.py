@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -115,9 +116,15 @@ def _module(probe: Probe, samples: list[int], limit: float) -> Finding | None:
     pair = [samples[0], samples[-1]]
     if pair[0] == pair[1]:
         return None
-    alone = [{_key(output): output for output in probe.record([sample])[1]} for sample in pair]
+    alone = []
+    for sample in pair:
+        outputs = probe.record([sample])[1]
+        alone.append(dict(zip(_keys(outputs), outputs, strict=True)))
     loss, together = probe.record(pair)
-    causes = [_dependence(output, alone, limit) for output in _used(loss, together)]
+    causes = [
+        _dependence(output, [outputs.get(key) for outputs in alone], limit)
+        for key, output in zip(_keys(together), _used(loss, together), strict=True)
+    ]
     for place, cause in enumerate(causes):
         # What differs within a module whose own output does not is of no consequence.
         if cause in ("batch mates", "padding") and "nothing" not in _of_callers(causes, together, place):
@@ -134,13 +141,13 @@ def _of_callers(causes: list[str], outputs: list[Output], place: int) -> Iterato
             yield cause
 
 
-def _dependence(output: Output, alone: list[dict[tuple[int, int], Output]], limit: float) -> str:
+def _dependence(output: Output, alone: list[Output | None], limit: float) -> str:
     """Return what an output of a pair's depends on: ``"batch mates"``, ``"padding"``, ``"nothing"``; "" if unknown."""
     if not any(value.numel() for value in output.values):
         return ""
     if takes_batch_statistics(output.module):
         return "batch mates"
-    differences = [_difference(alone[place].get(_key(output)), output, place) for place in range(2)]
+    differences = [_difference(alone[place], output, place) for place in range(2)]
     for difference, cause in zip(differences, ("batch mates", "padding"), strict=True):
         if difference is not None and difference > limit:
             return cause
@@ -170,8 +177,10 @@ def _of_module(cause: str, probe: Probe, module: torch.nn.Module) -> Finding:
     return Finding(cause, name, advice)
 
 
-def _key(output: Output) -> tuple[int, int]:
-    return id(output.module), output.call
+def _keys(outputs: list[Output]) -> list[tuple[int, int, int]]:
+    """Return which module each output is of, which of its calls, and of how many: more for a pair are not the same."""
+    calls = Counter(id(output.module) for output in outputs)
+    return [(id(output.module), output.call, calls[id(output.module)]) for output in outputs]
 
 
 def _used(loss: torch.Tensor, outputs: list[Output]) -> Iterator[Output]:

@@ -162,10 +162,8 @@ class Denominator:
             ratios[sample] = there / back if back != 0.0 else math.inf
             if not 0.0 < ratios[sample] < math.inf:
                 return None
-        # Three samples or more: only then could they contradict one another.
-        is_consistent = len(others) > 1 and self._miss(ratios, pairs) <= max(
-            ROUNDING_OF_RATIOS * self._noise, self._limit * max(map(abs, self._alone.values()))
-        )
+        tolerance = max(ROUNDING_OF_RATIOS * self._noise, self._limit * max(map(abs, self._alone.values())))
+        is_consistent = self._miss(ratios, pairs) <= tolerance
         return {sample: float(ratios[sample]) for sample in self._alone} if is_consistent else None
 
     def _of_ratios(self, ratios: Losses) -> Finding:

@@ -669,6 +669,26 @@ def test_a_loss_over_padding_is_named() -> None:
     assert "two samples of the same size is their mean" in str(found)
 
 
+def test_two_samples_are_enough_to_tell_a_mean() -> None:
+    model = nn.Linear(WIDTH, 1).double()
+    given = sampler("samples", sizes=SIZES[:2], ranks=2)
+
+    def weighted(indices: list[int]) -> torch.Tensor:
+        losses = torch.stack([model(sequence(i)[0]).square().mean() for i in indices])
+        weights = torch.tensor([1.0, 5.0], dtype=DOUBLE)[indices]
+        return (weights * losses).sum() / weights.sum()
+
+    def more_in_company(indices: list[int]) -> torch.Tensor:
+        return weighted(indices) * (1 if len(set(indices)) == 1 else 100)
+
+    found = chronica.verify(weighted, given)
+    assert_wrong(found, "loss weight")
+    first, second = ("1", "5") if SIZES[0] < SIZES[1] else ("0.2", "1")
+    assert f"{first} (sample 0, size {SIZES[0]})" in str(found)
+    assert f"{second} (sample 1, size {SIZES[1]})" in str(found)
+    assert_wrong(chronica.verify(more_in_company, given), "not a mean")
+
+
 def test_random_numbers_are_named() -> None:
     model = Tokenwise().double()
 
@@ -765,7 +785,7 @@ def test_the_outermost_module_gives_the_names_whenever_it_is_called() -> None:
 
     def inner_first(indices: list[int]) -> torch.Tensor:
         x, _, real = batch(indices)
-        return step(indices) + model.first(x)[real].square().mean()
+        return model.first(x)[real].square().mean() + step(indices)
 
     found = chronica.verify(inner_first, sampler())
     assert_exact(found)
