@@ -500,6 +500,12 @@ def test_loss_weights_are_told_apart_where_padding_is_on_the_left() -> None:
     assert "give loss_weight='sizes'" in str(found)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_what_differs_within_a_module_that_does_not_is_of_no_consequence(seed: int) -> None:
+    torch.manual_seed(seed)
+    assert_wrong(chronica.verify(token_mean(Experts()), sampler("samples")), "loss weight")
+
+
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize("dtype", [DOUBLE, SINGLE])
 @pytest.mark.parametrize(
