@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from chronica_hvd.mean import Mean
     from chronica_hvd.optimizer import DistributedOptimizer
     from chronica_hvd.sampler import BatchSampler
+    from chronica_hvd.verification import verify
 
 __all__ = [
     "BatchSampler",
@@ -55,6 +56,7 @@ __all__ = [
     "average",
     "flops",
     "plan",
+    "verify",
 ]
 
 #: Names that need torch, imported when first asked for: name → module (the module itself where they are the same).
@@ -65,6 +67,7 @@ _NEEDS_TORCH = {
     "Mean": "mean",
     "average": "gather",
     "flops": "flops",
+    "verify": "verification",
 }
 
 
