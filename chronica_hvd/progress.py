@@ -80,6 +80,8 @@ class Progress:
         self._open: deque[OpenStep] = deque()
         self.finished = 0
         self._last: OpenStep | None = None  # the last finished one, until the loop turns to another
+        self._newest: StepTicket | None = None  # taken last in the newest iteration
+        self._before_open: StepTicket | None = None  # finished last in the newest iteration
         self._iteration = 0
         self._compared = 0  # the iteration whose plan was compared over the ranks last
         self._owner: weakref.ref[object] | None = None  # of an optimizer
@@ -107,6 +109,7 @@ class Progress:
     def begin(self) -> int:
         """Start an iteration over the loader and forget what an earlier one left; returns its number."""
         self._open.clear()
+        self._newest = self._before_open = None
         self._iteration += 1
         return self._iteration
 
@@ -127,6 +130,7 @@ class Progress:
             if self._lookahead is None:
                 self._open.clear()
             self._open.append(OpenStep(ticket, next(self._numbers)))
+            self._newest = ticket
         self._open[-1].taken += 1
         self._open[-1].data_wait_ns += data_wait_ns
         self._last = None
@@ -141,6 +145,16 @@ class Progress:
             self._last = None
             if self._lookahead is None:
                 self._open.clear()
+
+    def last_begun(self) -> StepTicket | None:
+        """Return the step that the loop has got last in the newest iteration, also after its end; ``None``: none yet.
+
+        A wrapper that reads ahead has taken steps that the loop has not got. Of these the loop has surely got the
+        oldest open one if a backward pass has reached it, else the one before.
+        """
+        if not self._lookahead or not self._open:
+            return self._newest
+        return self._open[0].ticket if self._open[0].reached else self._before_open
 
     def work(self, backward_pass: int) -> tuple[float, StepTicket, Place]:
         """Return what a gradient that arrives now, in a backward pass of this number, belongs to, and its factor first.
@@ -205,6 +219,7 @@ class Progress:
             return
         self.finished += 1
         step = self._last = self._open.popleft()
+        self._before_open = step.ticket
         if self._timing is not None:
             ticket = step.ticket
             self._timing.finish(ticket.epoch, ticket.step, step.data_wait_ns, synchronize_ns, finished_ns)
