@@ -14,9 +14,10 @@ SAMPLES = 151
 def resuming(ranks: int) -> list[Case]:
     """Return the runs for this number of ranks."""
     automatic = {"micro_batches": "auto"}
+    window = {"reorder": "window", "window": 4, "policy": "dynamic", "local_batch": "equal", "normalize": "epoch"}
     # By squares the largest samples outweigh a rank's share, so a window gathers them.
     squares = chronica_hvd.CostModel(per_sample=1.0, per_size2=1.0)
-    window = {"reorder": "window", "window": 3, "max_moved": 1.0, "cost": squares}
+    gathering = {"reorder": "window", "window": 1000, "max_moved": 1.0, "cost": squares}
     workers = {"num_workers": 2, "prefetch_factor": 4}
     ahead = {"lookahead": 1}
     runs = [
@@ -26,8 +27,8 @@ def resuming(ranks: int) -> list[Case]:
         base(ranks, "speeds", speeds=(1.0, 0.5, 2.0)[:ranks]),
         base(ranks, "drop-last", plan={"drop_last": True}),
         base(ranks, "first", plan={"first": "largest"}),
-        base(ranks, "window", plan={**window, "normalize": "epoch"}),
-        base(ranks, "window-micro", plan={**window, **automatic}, loop="steps", loss_weight="samples"),
+        base(ranks, "window", plan=window),
+        base(ranks, "window-micro", plan={**gathering, **automatic}, loop="steps", loss_weight="samples"),
         micro_batched(ranks, "micro", cut=None, loader=workers),
         micro_batched(ranks, "micro-ahead", cut=None, loop="steps_ahead", optimizer=ahead),
     ]
