@@ -161,14 +161,9 @@ class Position:
         position._refuse_contradiction(samples, bool(identity["drop_last"]))
         return position
 
-    def segment(self, samples: int, drop_last: bool) -> Segment:
-        """Return the segment that the state's world was in."""
-        return Segment(samples, self.batch_size * len(self.speeds), drop_last, self.before)
-
     def _refuse_contradiction(self, samples: int, drop_last: bool) -> None:
-        segment = self.segment(samples, drop_last)
-        if self.steps > segment.steps:
-            raise ValueError(f"the state says that {self.steps} steps are consumed of {segment.steps}")
+        # Of more steps than there are nobody can have consumed as many samples.
+        segment = Segment(samples, self.batch_size * len(self.speeds), drop_last, self.before)
         expected = _size(segment.consumed_in_order(self.steps))
         if _size(self.consumed) != expected:
             raise ValueError(

@@ -233,7 +233,7 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has a loop of its own, and no optimizer.
-        return {**self.__dict__, "progress": Progress(), "_left_behind": None}
+        return {**self.__dict__, "progress": Progress()}
 
 
 class _Planned:

@@ -316,6 +316,17 @@ def test_one_short_step() -> None:
     assert len(resumed(stopped.state_dict(), (2, 300))) == 0
 
 
+def test_a_filler_that_repeats_the_last_sample_is_not_consumed() -> None:
+    sizes = [5] * 9 + [1]
+    options = {"sizes": sizes, "indices": range(10), "first": "largest", "min_local_batch": 2}
+    stopped = sampler((2, 2), **options)
+    assert (stopped.plan.counts[-1] == 0).any()
+    assert (np.sort(stopped.plan.indices)[-2:] == 9).all()
+    train(stopped, 2)
+    assert stopped.state_dict()["consumed"] == [0, 8]
+    assert remaining(resumed(stopped.state_dict(), (1, 2), **options)) == [[8, 9]]
+
+
 def test_samples_that_weigh_nothing_may_be_left() -> None:
     weights = np.ones(SAMPLES)
     weights[drawn({})[160:]] = 0.0
@@ -433,6 +444,16 @@ def test_a_loop_under_way_says_nothing_of_a_position_that_was_loaded_meanwhile()
     assert other.state_dict()["consumed"] == [0, 89]
 
 
+def test_a_loop_under_way_says_nothing_of_an_epoch_that_was_chosen_meanwhile() -> None:
+    one = sampler(shuffle=False)  # all epochs have the same plan
+    steps = loader(one).steps()
+    list(next(steps))
+    one.set_epoch(EPOCH + 1)
+    list(next(steps))
+    assert one.state_dict()["consumed"] == []
+    assert len(one) == 42
+
+
 def test_going_back_in_the_same_plan() -> None:
     one = sampler()
     train(one, 3)
@@ -500,7 +521,9 @@ def test_what_a_wrapper_has_read_ahead_is_not_begun(lookahead: int) -> None:
         assert progress.last_begun() is ticket
     progress.end(iteration)
     assert progress.last_begun() is TICKETS[-1]
-    progress.begin()
+    iteration = progress.begin()
+    assert progress.last_begun() is None
+    progress.hand_out(iteration, TICKETS[0])
     assert progress.last_begun() is None
 
 
@@ -666,7 +689,9 @@ def malformed() -> list[tuple[str, dict[str, Any] | Any]]:
             [str(place) for place in flat],
             [flat[:2], flat[2:]],
             [*flat[:-1], None],
-            [True, *flat[1:]],
+            [False, *flat[1:]],
+            [-1, flat[1] - 1, *flat[2:]],
+            [*flat[:-2], SAMPLES + 1 - (flat[-1] - flat[-2]), SAMPLES + 1],
             flat[2:],
             [],
             [0, SAMPLES],
