@@ -697,8 +697,7 @@ def malformed() -> list[tuple[str, dict[str, Any] | Any]]:
             [0, SAMPLES],
         ]
         wrong += [(f"{name}={value!r:.40}", {**good, name: value}) for value in bad]
-    shifted = {name: [-1, good[name][1] - 1, *good[name][2:]] for name in ("before", "consumed")}
-    wrong += [("a place before the first", {**good, **shifted})]
+    wrong += [("a place before the first", {**good, "before": [], "steps": 1, "consumed": [-1, 8]})]
     first, *others = good["before"]
     return [*wrong, ("consumed lacks some of before", {**good, "before": [first + 1, *others, SAMPLES - 1, SAMPLES]})]
 
