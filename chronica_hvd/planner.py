@@ -165,22 +165,34 @@ class Planner:
         """Samples in a full step, over all ranks."""
         return self.batch_size * self.workload.ranks
 
-    def order(self, epoch: int) -> NDArray[np.int64]:
-        """Return the samples of an epoch in drawn order: step k draws the k-th ``global_batch`` of them."""
+    @property
+    def keeps_order(self) -> bool:
+        """Whether step k holds the k-th ``global_batch`` of the samples that it is given to plan."""
+        return self.options.reorder == "batch" and self.options.first is None
+
+    def order(self, epoch: int, left: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+        """Return the samples of an epoch in drawn order: step k draws the k-th ``global_batch`` of them.
+
+        ``left``: which places of that order are to be planned, ascending; ``None``: all.
+        """
         if self.workload.indices is not None:
             order = self.workload.indices
         elif self.options.shuffle:
             order = _core.permutation(self.workload.samples, (self.options.seed + epoch) % 2**64)
         else:
             order = np.arange(self.workload.samples, dtype=np.int64)
+        if left is not None:
+            order = order[left]
         if self.options.drop_last:
             order = order[: order.size // self.global_batch * self.global_batch]
         return order
 
-    def plan(self, epoch: int) -> Plan:
-        """Plan one epoch."""
+    def plan(self, epoch: int, left: NDArray[np.int64] | None = None) -> Plan:
+        """Plan one epoch, or those places of its drawn order that are ``left``."""
         work, options = self.workload, self.options
-        drawn = self.order(epoch)
+        drawn = self.order(epoch, left)
+        if drawn.size == 0:
+            return self._plan_of_nothing()
         # A global batch beyond the data is one short step; the bound keeps absurd batch sizes within int64.
         global_batch = min(self.global_batch, -(-drawn.size // work.ranks) * work.ranks)
         lengths = work.lengths(drawn)
@@ -214,6 +226,28 @@ class Planner:
             padding_waste=self._padding_waste(drawn, assigned),
             moved=self._moved(assigned, places, global_batch),
             weight_spread=spread,
+        )
+
+    def _plan_of_nothing(self) -> Plan:
+        """Return a plan without steps: the epoch is over."""
+        whole, real = np.empty(0, dtype=np.int64), np.empty(0)
+        per_rank = np.empty((0, self.workload.ranks))
+        return Plan(
+            indices=whole,
+            offsets=np.zeros(1, dtype=np.int64),
+            parts=np.zeros(1, dtype=np.int64),
+            lengths=real,
+            factors=real,
+            counts=per_rank.astype(np.int64),
+            weights=per_rank,
+            divisors=real,
+            loads=per_rank,
+            tails=per_rank,
+            lower_bounds=real,
+            padding=self.options.padding,
+            padding_waste=0.0,
+            moved=0.0,
+            weight_spread=1.0,
         )
 
     def _capacity(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,6 +17,7 @@ from chronica_hvd.cost import CostModel
 from chronica_hvd.options import PlanOptions
 from chronica_hvd.planner import Planner
 from chronica_hvd.plans import Plan
+from chronica_hvd.position import Intervals, Position, Segment, digest, entry_places
 from chronica_hvd.progress import Progress
 from chronica_hvd.tickets import StepTicket
 from chronica_hvd.workload import Workload
@@ -100,8 +101,7 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
         self.drop_last = checked.drop_last
         self.micro_batches = checked.micro_batches
         self.progress = Progress()
-        self._epoch = checked.epoch
-        self._plan: Plan | None = None
+        self._go_to(checked.epoch, self._whole(checked.epoch))
 
     @property
     def epoch(self) -> int:
@@ -115,16 +115,17 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
         """
         epoch = checks.integer("epoch", epoch, least=0, most=checks.LARGEST_INT64)
         if epoch != self._epoch:
-            self._epoch = epoch
-            if not self.evaluation:
-                self._plan = None
+            keeps_plan = self.evaluation and not self._planned.segment.before
+            self._go_to(epoch, self._planned if keeps_plan else self._whole(epoch))
 
     @property
     def plan(self) -> Plan:
-        """The plan of this epoch for all ranks, computed when first asked for."""
-        if self._plan is None:
-            self._plan = self._planner.plan(0 if self.evaluation else self._epoch)
-        return self._plan
+        """The plan of this epoch for all ranks, computed when first asked for.
+
+        After :meth:`load_state_dict` in another world, or with options under which other samples would have been
+        consumed: of what was left of the epoch then.
+        """
+        return self._planned.plan
 
     @property
     def cost(self) -> CostModel | NDArray[np.float64]:
@@ -168,8 +169,9 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
         return self.progress.latest().ticket.is_filler
 
     def tickets(self) -> Iterator[StepTicket]:
-        """Yield what the optimizer will need to know of each step of this epoch's plan."""
-        return _by_blocks(self.plan.steps, functools.partial(self._ticket, self.plan, self._epoch))
+        """Yield what the optimizer will need to know of each step that the next iteration goes through."""
+        steps = range(self._start, self.plan.steps)
+        return _by_blocks(steps, functools.partial(self._ticket, self.plan, self.epoch))
 
     def _ticket(self, plan: Plan, epoch: int, step: int) -> StepTicket:
         rank = self.world.rank
@@ -187,26 +189,127 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
         )
 
     def steps(self) -> Iterator[list[list[int]]]:
-        """Yield the micro-batches of each step."""
+        """Yield the micro-batches of each step, from where a loaded state has left off."""
         plan, rank = self.plan, self.world.rank
-        return _by_blocks(plan.steps, lambda step: [batch.tolist() for batch in plan.batches(step, rank)])
+        steps = range(self._start, plan.steps)
+        return _by_blocks(steps, lambda step: [batch.tolist() for batch in plan.batches(step, rank)])
 
     def __iter__(self) -> Iterator[list[int] | list[list[int]]]:
         """Return an iterator over the steps: a list of indices each, with micro-batches a list of lists."""
         return (step[0] for step in self.steps()) if self.micro_batches == 1 else iter(self.steps())
 
     def __len__(self) -> int:
-        return self.plan.steps
+        return self.plan.steps - self._start
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where in the epoch training is: small, and equal on all ranks where they are in the same step.
+
+        A step is consumed when the loop has taken a micro-batch of it from :class:`chronica_hvd.DataLoader`; what
+        workers have fetched ahead is not. Made of dicts, lists, numbers and strings only, so that ``torch.save`` (also
+        with ``weights_only=True`` on loading) and JSON keep it.
+        """
+        planned, steps = self._planned, self._steps_consumed()
+        before = planned.segment.before
+        position = Position(self.epoch, self.speeds, self.batch_size, before, steps, planned.consumed(steps))
+        return position.state(self._identity)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was taken, at any number of ranks, speeds and batch size.
+
+        With the same ranks, speeds and batch size the plan of the epoch goes on, bit for bit if the options and the
+        cost are the same too. Else what is left of the epoch is planned anew: each sample counts once in the epoch.
+        Every iteration begins there until :meth:`set_epoch` chooses another epoch. Nothing is communicated: load the
+        same state on every rank.
+
+        Raises
+        ------
+        TypeError, ValueError
+            It is no state, or one of another data set, ``indices``, ``seed``, ``shuffle``, ``drop_last``, ``reorder``
+            or ``window``; nothing has changed then.
+        """
+        loaded = Position.from_state(state, self._identity, self._planner.workload.samples)
+        if (loaded.speeds, loaded.batch_size) == (self.speeds, self.batch_size):
+            same = self._whole(loaded.epoch, loaded.before)
+            if same.consumed(loaded.steps) == loaded.consumed:
+                self._go_to(loaded.epoch, same, loaded.steps)
+                return
+        self._go_to(loaded.epoch, self._whole(loaded.epoch, loaded.consumed))
+
+    def _whole(self, epoch: int, before: Intervals = ()) -> _Planned:
+        """Return all of an epoch that is left; evaluations have one plan for all epochs."""
+        planner = self._planner
+        segment = Segment(planner.workload.samples, planner.global_batch, self.drop_last, before)
+        return _Planned(planner, 0 if self.evaluation else epoch, segment)
+
+    @functools.cached_property
+    def _identity(self) -> dict[str, int | str]:
+        """What must be the same for a state to be loaded: which samples an epoch has, in which order."""
+        work, options = self._planner.workload, self._planner.options
+        return {
+            "sizes": digest(work.sizes),
+            "indices": digest(work.indices),
+            **{name: getattr(options, name) for name in ("seed", "shuffle", "drop_last", "reorder", "window")},
+        }
+
+    def _go_to(self, epoch: int, planned: _Planned, start: int = 0) -> None:
+        """Have iterations begin at a step of a plan."""
+        self._epoch = epoch
+        self._planned = planned
+        self._start = start
+        self._left_behind = self.progress.last_begun()  # says nothing of this position
+
+    def _steps_consumed(self) -> int:
+        """Return how many steps of the plan are consumed."""
+        last = self.progress.last_begun()
+        if last is None or last is self._left_behind or last.epoch != self.epoch:
+            return self._start
+        # An iteration that was under way when a state was loaded goes on with its own plan.
+        return last.step + 1 if last.fingerprint == self.plan.fingerprint else self._start
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has a loop of its own, and no optimizer.
+        return {**self.__dict__, "progress": Progress()}
 
 
-def _by_blocks(steps: int, of_step: Callable[[int], Item]) -> Iterator[Item]:
+class _Planned:
+    """A segment of an epoch and its plan, which is made when first asked for."""
+
+    def __init__(self, planner: Planner, epoch: int, segment: Segment) -> None:
+        self._planner = planner
+        self.epoch = epoch
+        self.segment = segment
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        left = self.segment.left()
+        return self._planner.plan(self.epoch) if left is None else self._planner.plan(self.epoch, left)
+
+    @functools.cached_property
+    def _places(self) -> NDArray[np.int64]:
+        """(entries,) the place of each entry of the plan in the epoch's drawn order, but for the last step.
+
+        After that one all is consumed; and only the last one may have fillers, which repeat samples.
+        """
+        planner, left = self._planner, self.segment.left()
+        entries = self.plan.indices[: (self.segment.steps - 1) * planner.global_batch]
+        may_repeat = planner.workload.indices is not None
+        return entry_places(entries, planner.order(self.epoch, left), left, may_repeat)
+
+    def consumed(self, steps: int) -> Intervals:
+        """Return which places of the epoch's drawn order are consumed after so many steps, in all."""
+        if self._planner.keeps_order or steps in (0, self.segment.steps):
+            return self.segment.consumed_in_order(steps)
+        return self.segment.consumed_with(self._places, steps)
+
+
+def _by_blocks(steps: range, of_step: Callable[[int], Item]) -> Iterator[Item]:
     """Yield what a function returns of each step, asked a block ahead.
 
     Asked step by step, between a model's computations, it would find nothing of its own in the processor's caches, and
     take several times as long.
     """
-    for first in range(0, steps, BLOCK_STEPS):
-        yield from [of_step(step) for step in range(first, min(first + BLOCK_STEPS, steps))]
+    for first in range(0, len(steps), BLOCK_STEPS):
+        yield from [of_step(step) for step in steps[first : first + BLOCK_STEPS]]
 
 
 def _refuse_training_options(options: PlanOptions, *, is_shuffle_given: bool) -> None:
