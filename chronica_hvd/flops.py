@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import random
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from chronica_hvd import checks
 from chronica_hvd.cost import CostModel, non_negative_least_squares
 from chronica_hvd.operators import FORMULAS, OperatorWatch, SharedTensorError, tensors_in
+from chronica_hvd.random_states import kept_random_states
 from chronica_hvd.replica import as_shape, copied
 
 #: How many sizes are counted at most: three determine the polynomial, the others show whether it fits.
@@ -135,7 +135,7 @@ def estimate(model: torch.nn.Module, make_batch: Callable[[int], Any], sizes: An
         )
     if any(is_lazy(tensor) for tensor in _tensors_of(model)):
         raise ValueError("the model has lazy modules that have not run yet: run it once before its FLOPs are counted")
-    with _ONE_AT_A_TIME, _kept_random_states():
+    with _ONE_AT_A_TIME, kept_random_states():
         batches = {size: _arguments(make_batch, size) for size in chosen}
         counts, weights = zip(*_count_all(model, batches), strict=True)
     names = {name for each in weights for name in each}
@@ -190,20 +190,6 @@ def _arguments(make_batch: Callable[[int], Any], size: int) -> Arguments:
         f"make_batch({size}) must return a tensor, a tuple of the model's positional arguments or a dict of its "
         f"keyword arguments, not {type(batch).__name__}; wrap a single argument of another type as (argument,)"
     )
-
-
-@contextlib.contextmanager
-def _kept_random_states() -> Iterator[None]:
-    """Leave the random states of Python, numpy and torch as they were."""
-    used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    devices = range(torch.cuda.device_count()) if used else ()
-    python, legacy_numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(legacy_numpy)
 
 
 def _count_all(model: torch.nn.Module, batches: Mapping[int, Arguments]) -> list[tuple[int, dict[str, float]]]:

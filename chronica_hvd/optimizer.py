@@ -183,9 +183,12 @@ def _check_reduction(options: dict[str, Any], hvd: Any) -> None:
 def _shared_process_set(sampler: BatchSampler, given: Any, hvd: Any) -> Any:
     """Return the process set of sampler and optimizer, which must be one."""
     world = sampler.world
-    process_set = world.process_set or given or hvd.global_process_set
-    if given is not None and given != process_set:
-        raise ValueError(f"the sampler plans for the process set {process_set}, but the optimizer was given {given}")
+    process_set = given or world.process_set or hvd.global_process_set
+    planned_for = world.process_set or process_set
+    if planned_for.process_set_id != process_set.process_set_id:  # of a copied sampler it is a copy
+        raise ValueError(
+            f"the sampler plans for the process set {world.process_set}, but the optimizer was given {given}"
+        )
     if (world.rank, world.size) != (process_set.rank(), process_set.size()):
         raise ValueError(
             f"the sampler plans for rank {world.rank} of {world.size}, "

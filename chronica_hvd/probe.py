@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
-from chronica_hvd.flops import _kept_random_states
+from chronica_hvd.random_states import kept_random_states
 
 #: Functions that return their input where nothing is dropped.
 _DROPOUTS = {
@@ -225,7 +225,7 @@ def probing(step_fn: Callable[[list[int]], torch.Tensor]) -> Iterator[Probe]:
     probe = Probe(step_fn)
     with (
         warnings.catch_warnings(),
-        _kept_random_states(),
+        kept_random_states(),
         torch.inference_mode(False),  # which also enables gradients
         _full_precision(),
         _uncompiled(),

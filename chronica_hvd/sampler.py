@@ -15,9 +15,10 @@ from chronica_hvd import checks
 from chronica_hvd.blocks import BLOCK_STEPS
 from chronica_hvd.cost import CostModel
 from chronica_hvd.options import PlanOptions
+from chronica_hvd.planned import Planned
 from chronica_hvd.planner import Planner
 from chronica_hvd.plans import Plan
-from chronica_hvd.position import Intervals, Position, Segment, digest, entry_places
+from chronica_hvd.position import Intervals, Position, Segment, digest
 from chronica_hvd.progress import Progress
 from chronica_hvd.tickets import StepTicket
 from chronica_hvd.workload import Workload
@@ -235,11 +236,11 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
                 return
         self._go_to(loaded.epoch, self._whole(loaded.epoch, loaded.consumed))
 
-    def _whole(self, epoch: int, before: Intervals = ()) -> _Planned:
+    def _whole(self, epoch: int, before: Intervals = ()) -> Planned:
         """Return all of an epoch that is left; evaluations have one plan for all epochs."""
         planner = self._planner
         segment = Segment(planner.workload.samples, planner.global_batch, self.drop_last, before)
-        return _Planned(planner, 0 if self.evaluation else epoch, segment)
+        return Planned(planner, 0 if self.evaluation else epoch, segment)
 
     @functools.cached_property
     def _identity(self) -> dict[str, int | str]:
@@ -251,7 +252,7 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
             **{name: getattr(options, name) for name in ("seed", "shuffle", "drop_last", "reorder", "window")},
         }
 
-    def _go_to(self, epoch: int, planned: _Planned, start: int = 0) -> None:
+    def _go_to(self, epoch: int, planned: Planned, start: int = 0) -> None:
         """Have iterations begin at a step of a plan."""
         self._epoch = epoch
         self._planned = planned
@@ -269,37 +270,6 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
     def __getstate__(self) -> dict[str, Any]:
         # A copy has a loop of its own, and no optimizer.
         return {**self.__dict__, "progress": Progress()}
-
-
-class _Planned:
-    """A segment of an epoch and its plan, which is made when first asked for."""
-
-    def __init__(self, planner: Planner, epoch: int, segment: Segment) -> None:
-        self._planner = planner
-        self.epoch = epoch
-        self.segment = segment
-
-    @functools.cached_property
-    def plan(self) -> Plan:
-        left = self.segment.left()
-        return self._planner.plan(self.epoch) if left is None else self._planner.plan(self.epoch, left)
-
-    @functools.cached_property
-    def _places(self) -> NDArray[np.int64]:
-        """(entries,) the place of each entry of the plan in the epoch's drawn order, but for the last step.
-
-        After that one all is consumed; and only the last one may have fillers, which repeat samples.
-        """
-        planner, left = self._planner, self.segment.left()
-        entries = self.plan.indices[: (self.segment.steps - 1) * planner.global_batch]
-        may_repeat = planner.workload.indices is not None
-        return entry_places(entries, planner.order(self.epoch, left), left, may_repeat)
-
-    def consumed(self, steps: int) -> Intervals:
-        """Return which places of the epoch's drawn order are consumed after so many steps, in all."""
-        if self._planner.keeps_order or steps in (0, self.segment.steps):
-            return self.segment.consumed_in_order(steps)
-        return self.segment.consumed_with(self._places, steps)
 
 
 def _by_blocks(steps: range, of_step: Callable[[int], Item]) -> Iterator[Item]:
