@@ -22,8 +22,8 @@ class Planned:
 
     @functools.cached_property
     def plan(self) -> Plan:
-        left = self.segment.left()
-        return self._planner.plan(self.epoch) if left is None else self._planner.plan(self.epoch, left)
+        """The plan of what is left."""
+        return self._planner.plan(self.epoch, self.segment.left())
 
     @functools.cached_property
     def _places(self) -> NDArray[np.int64]:

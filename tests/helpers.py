@@ -109,5 +109,5 @@ def recut_sampler(sampler: chronica.BatchSampler, seed: int, pieces: int | None 
     elif weights is None:
         weights = np.ones(sampler.samples)
     plan = planner.plan
-    planner.plan = lambda epoch: recut(plan(epoch), weights, seed + epoch, pieces)  # type: ignore[method-assign]
+    planner.plan = lambda epoch, left: recut(plan(epoch, left), weights, seed + epoch, pieces)  # type: ignore
     return sampler
