@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from chronica_hvd.world import horovod
+
 #: Floating types that Horovod combines.
 SENDABLE = (torch.float16, torch.float32, torch.float64)
 
@@ -26,6 +28,7 @@ class Carrier:
 
     def __init__(self, compression: Any) -> None:
         self._compression = compression
+        self._is_none = compression is horovod().Compression.none
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Return what is sent for a gradient, and what :meth:`decompress` needs to know."""
@@ -33,6 +36,8 @@ class Carrier:
             raise ValueError(
                 "a sparse gradient cannot be sent in a group: leave out groups, or give the layer sparse=False"
             )
+        if self._is_none and tensor.dtype in SENDABLE and tensor.is_contiguous():
+            return tensor, None
         compressed, note = self._compression.compress(tensor)
         dtype = compressed.dtype
         if dtype.is_floating_point and dtype not in SENDABLE:
@@ -41,7 +46,7 @@ class Carrier:
 
     def decompress(self, tensor: torch.Tensor, sent: Any) -> torch.Tensor:
         """Return the combined gradient in the type and layout of the one that was sent."""
-        if not isinstance(sent, _Sent):  # Horovod's sparse way calls this, but not compress
+        if sent is None:  # sent as it was, as all sparse gradients are
             return tensor
         result: torch.Tensor = self._compression.decompress(tensor.to(sent.dtype), sent.compressed)
         gradient = sent.gradient

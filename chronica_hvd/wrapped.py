@@ -65,7 +65,7 @@ def replace_methods(optimizer: Any, weigher: Weigher | None, timing: Timing | No
         if not self._should_synchronize:
             raise RuntimeError(
                 "step(closure) cannot be made under skip_synchronize(): the closure's gradients are combined each time "
-                "it has been called. Clip them in the closure's place by hooks, or make the step without a closure"
+                "it has been called. To change them before the update, make the step without a closure"
             )
 
         def evaluate() -> Any:
@@ -105,7 +105,18 @@ def replace_methods(optimizer: Any, weigher: Weigher | None, timing: Timing | No
             raise RuntimeError("set_weight() needs a sampler: DistributedOptimizer(..., sampler=sampler)")
         weigher.set_weight(amount)
 
+    def supports_amp_scaling(self: Any) -> bool:
+        """Answer what ``GradScaler.step`` asks before it unscales gradients; the only place where we hear of it."""
+        if self._handles:
+            raise RuntimeError(
+                "GradScaler.step() was called while gradients are on their way, so that ranks would unscale other "
+                "values and might skip alone. Call optimizer.synchronize() first, then scaler.step(optimizer) within "
+                "optimizer.skip_synchronize()"
+            )
+        return bool(self.__dict__.get("_step_supports_amp_scaling", False))
+
     for method in (synchronize, step, zero_grad, skip_step, set_weight):
         setattr(horovods, method.__name__, method)
     horovods.weight = property(lambda _: 1.0 if weigher is None else weigher.weight)
+    horovods._step_supports_amp_scaling = property(supports_amp_scaling)
     horovods.timing = property(lambda _: timing)

@@ -33,6 +33,7 @@ EXPECTED: dict[str, tuple[str, str] | None] = {
     "closure_under_skip_synchronize": ("RuntimeError", r"step\(closure\) cannot be made under skip_synchronize"),
     "gradients_with_a_graph": ("RuntimeError", r"create_graph=True.* torch\.autograd\.grad"),
     "gradients_forgotten_on_their_way": ("RuntimeError", r"zero_grad\(\) was called after backward.*skip_step\(\)"),
+    "scaler_without_synchronize": ("RuntimeError", r"GradScaler.*optimizer\.synchronize\(\) first"),
     "amount_after_backward": ("RuntimeError", r"set_weight\(\) was called after the backward pass of micro-batch 0"),
     "amount_before_any_batch": ("RuntimeError", r"no step is at work: none has been taken"),
     "amounts_from_the_second_step_on": ("RuntimeError", r"for the first time in step 1 .* from the first one of an"),

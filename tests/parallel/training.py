@@ -102,8 +102,8 @@ class Data(torch.utils.data.Dataset):
         if self.case.loss_weight == "sizes":
             return self.sizes.astype(np.float64)
         if self.case.loss_weight == "uneven":  # the ranks' factors are below 1/64 and above 8
-            weights = np.where(random.random(self.case.samples) < 0.1, 100.0, 0.1)
-            weights[self.drawn(epoch=0)[1]] = 0.1
+            weights = np.full(self.case.samples, 0.1)
+            weights[0] = 100.0
             return weights
         if self.case.loss_weight != "array":
             return np.ones(self.case.samples)

@@ -133,6 +133,15 @@ def gradients_forgotten_on_their_way(run: Run) -> None:
         run.optimizer.skip_step()
 
 
+def scaler_without_synchronize(run: Run) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(run.loss(next(iter(run.loader)))).backward()
+    try:
+        scaler.step(run.optimizer)
+    finally:
+        run.optimizer.skip_step()
+
+
 def amount_after_backward(run: Run) -> None:
     run.loss(next(iter(run.loader))).backward()
     try:
@@ -395,6 +404,7 @@ MISTAKES = [
     closure_under_skip_synchronize,
     gradients_with_a_graph,
     gradients_forgotten_on_their_way,
+    scaler_without_synchronize,
     amount_after_backward,
     amount_before_any_batch,
     amounts_from_the_second_step_on,
