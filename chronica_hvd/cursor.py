@@ -11,6 +11,9 @@ from chronica_hvd.blocks import BLOCK_STEPS
 from chronica_hvd.tickets import OpenStep, StepTicket
 from chronica_hvd.timing import Place, Timing
 
+#: The number of a step that is worked on once more.
+UNTIMED = -1
+
 
 class Cursor:
     """How far one optimizer has come with the steps that the loader hands out, oldest first.
@@ -213,7 +216,7 @@ class Cursor:
         self._current, self._is_repeating = None, True
         for step in self._closing():
             if step.reached:
-                step.reached, step.number = 0, -1  # a repetition is not timed
+                step.reached, step.number = 0, UNTIMED
 
     def must_compare(self) -> bool:
         """Whether the step at work is the first of its iteration or its block that this optimizer works on.
@@ -261,7 +264,8 @@ class Cursor:
         if self._timing is None:
             return
         for step in self.open:
-            if step.reached < step.taken and not (step.is_left_to_others and step is not self.open[-1]):
+            is_passed_over = step.number == UNTIMED or (step.is_left_to_others and step is not self.open[-1])
+            if step.reached < step.taken and not is_passed_over:
                 self._timing.begin((step.number, step.reached), step.ticket.step, step.ticket.work[step.reached])
                 return
 
