@@ -84,6 +84,8 @@ class Cursor:
         if not self.open or self.open[-1].ticket is not ticket:
             if self.lookahead is None:
                 self.open.clear()
+            while self.open and self.open[0].is_left_to_others and not self.open[0].reached:
+                self.open.popleft()
             self.open.append(OpenStep(ticket, number))
         step = self.open[-1]
         step.taken += 1
@@ -102,7 +104,7 @@ class Cursor:
         if self.lookahead is None:
             self.open.clear()
         elif self.lookahead:
-            waiting = [step for step in self.open if not (step.reached or step.is_left_to_others)]
+            waiting = [step for step in self.open if not step.reached]
             if len(waiting) > self.lookahead:
                 raise RuntimeError(
                     f"the loader has ended with {len(waiting)} steps that had no backward pass, more than "
@@ -111,7 +113,12 @@ class Cursor:
                 )
 
     def leave_to_others(self, ticket: StepTicket) -> None:
-        """Note that another optimizer has finished a step, so that this one may leave it out."""
+        """Note that another optimizer has finished a step, so that this one may leave it out.
+
+        Not where a wrapper reads ahead: nobody could say then which of the steps the loop has got is at work here.
+        """
+        if self.lookahead:
+            return
         for step in self.open:
             if step.ticket is ticket:
                 step.is_left_to_others = True
@@ -150,8 +157,6 @@ class Cursor:
     def at_work(self) -> OpenStep:
         """Return the step that the next backward pass belongs to; a RuntimeError as :meth:`work`."""
         self.refuse_none()
-        while len(self.open) > 1 and self.open[0].is_left_to_others and not self.open[0].reached:
-            self.open.popleft()
         lookahead = self.lookahead or 0
         if len(self.open) > self._passes + lookahead:
             raise RuntimeError(
@@ -264,8 +269,7 @@ class Cursor:
         if self._timing is None:
             return
         for step in self.open:
-            is_passed_over = step.number == UNTIMED or (step.is_left_to_others and step is not self.open[-1])
-            if step.reached < step.taken and not is_passed_over:
+            if step.reached < step.taken and step.number != UNTIMED:
                 self._timing.begin((step.number, step.reached), step.ticket.step, step.ticket.work[step.reached])
                 return
 

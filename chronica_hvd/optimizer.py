@@ -49,7 +49,8 @@ def DistributedOptimizer(  # noqa: N802 (it takes the place of hvd.DistributedOp
         ``model.named_parameters()``.
     sampler
         The :class:`BatchSampler` whose batches are trained on; ``None``: every weight is 1. Several optimizers may
-        share one (two networks trained on the same batches); one may leave steps out that another trains on.
+        share one (two networks trained on the same batches); without a ``lookahead`` one may leave steps out that
+        another trains on.
     lookahead
         How many steps beyond the one trained on a wrapper has taken from the loader. Then ``backward()`` must be called
         for every step, with micro-batches exactly once for each, in order.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import warnings
@@ -134,6 +135,24 @@ def test_steps_given_up_shift_nothing() -> None:
             assert loop.backward() == one.weights[0]
             loop.update()
     assert (loop.cursor.finished_steps, loop.cursor.left_out) == (5, 2)
+
+
+def test_optimizers_that_share_a_sampler_read_ahead_alike() -> None:
+    progress = Progress()
+    first, second = (progress.attach(OWNER, 1) for _ in range(2))
+    take = functools.partial(progress.hand_out, progress.begin())
+    take(SINGLE[0])
+    for one, following in itertools.pairwise(SINGLE[:5]):
+        take(following)
+        for cursor in (first, second):
+            assert cursor.work(one.step)[0] == one.weights[0]
+            cursor.refuse_incomplete()
+            cursor.finish()
+    take(SINGLE[5])
+    first.work(10)
+    first.finish()
+    with pytest.raises(RuntimeError, match=r"ended with 2 steps that had no backward pass"):
+        progress.end(1, epoch=0)  # as the second has left one out
 
 
 # Counts that the ranks compare. ---------------------------------------------------------------------------------------
