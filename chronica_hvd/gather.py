@@ -8,6 +8,7 @@ import numbers
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from chronica_hvd.progress import Progress
@@ -263,7 +264,7 @@ def as_tensor(value: Any) -> torch.Tensor:
     """Return a number or tensor as a tensor of a floating dtype, without gradient."""
     if isinstance(value, torch.Tensor) and _holds_real_numbers(value):
         return value.detach() if value.is_floating_point() else value.detach().double()
-    if isinstance(value, numbers.Real):
+    if isinstance(value, numbers.Real) and not isinstance(value, np.timedelta64):
         try:
             return torch.tensor(float(value), dtype=torch.float64)
         except OverflowError:

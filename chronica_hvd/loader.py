@@ -20,6 +20,9 @@ from chronica_hvd import checks
 from chronica_hvd.sampler import BatchSampler
 from chronica_hvd.tickets import StepTicket
 
+#: What torch's loader asks to make batches itself, and what says that it need not.
+_OF_THE_SAMPLER = {"batch_size": (1,), "shuffle": (None, False), "sampler": (None,), "drop_last": (False,)}
+
 #: More are a mistake rather than a machine.
 MOST_WORKERS = 2**16
 
@@ -193,9 +196,9 @@ def _check_options(options: dict[str, Any]) -> None:
     known = list(inspect.signature(torch.utils.data.DataLoader).parameters)
     if unknown := [name for name in options if name not in known]:
         raise TypeError(f"unknown option {unknown[0]!r}; the options of torch's DataLoader are {', '.join(known)}")
-    for name, default in (("batch_size", 1), ("shuffle", None), ("sampler", None), ("drop_last", False)):
-        given = options.get(name, default)
-        if given is not default and not (given is False or (name == "batch_size" and type(given) is int and given == 1)):
+    for name, defaults in _OF_THE_SAMPLER.items():
+        given = options.get(name, defaults[0])
+        if not any(given is default for default in defaults):
             raise ValueError(f"{name} must be left to the BatchSampler, which makes the batches; {given!r} was given")
     for name in ("pin_memory", "persistent_workers", "in_order"):
         checks.boolean(name, options.get(name, name == "in_order"))
@@ -213,11 +216,12 @@ def _check_options(options: dict[str, Any]) -> None:
         ("worker_init_fn", Callable, "a function of a worker's number"),
         ("generator", torch.Generator, "a torch.Generator"),
         ("multiprocessing_context", str | BaseContext, "the name of a start method or a context of multiprocessing"),
-        ("pin_memory_device", str, "the name of a device"),
     ):
         given = options.get(name)
         if given is not None and not isinstance(given, kind):
             raise TypeError(f"{name} must be {what} or None, not {given!r}")
+    if not isinstance(device := options.get("pin_memory_device", ""), str):
+        raise TypeError(f"pin_memory_device must be the name of a device, not {device!r}")
     _check_context(options.get("multiprocessing_context"), workers)
 
 

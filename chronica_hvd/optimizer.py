@@ -167,8 +167,7 @@ def _names(optimizer: torch.optim.Optimizer, named_parameters: Any) -> list[tupl
 def _check_reduction(options: dict[str, Any], hvd: Any) -> None:
     """Refuse now what Horovod would refuse in the first backward pass, and what takes no weights."""
     op = options.get("op")
-    known = (None, hvd.Average, hvd.Sum, hvd.Adasum)
-    if isinstance(op, bool) or not any(op is allowed or op == allowed for allowed in known):
+    if op is not None and (type(op) is not int or op not in (hvd.Average, hvd.Sum, hvd.Adasum)):
         raise ValueError(f"op must be hvd.Average or hvd.Sum, not {op!r}")
     if op == hvd.Adasum:
         raise ValueError(
@@ -209,9 +208,7 @@ def _check_groups(groups: Any, parameters: list[torch.nn.Parameter]) -> None:
                 raise TypeError(f"groups must hold the optimizer's parameters; {parameter!r} is among them")
             if id(parameter) not in own:
                 what = "one in two places" if any(parameter is one for one in parameters) else "another tensor"
-                raise ValueError(
-                    f"groups must hold the optimizer's parameters, each once, not {what}: {parameter!r}"
-                )
+                raise ValueError(f"groups must hold the optimizer's parameters, each once, not {what}: {parameter!r}")
             own.remove(id(parameter))
 
 

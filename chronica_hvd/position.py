@@ -223,7 +223,7 @@ def _checked_intervals(name: str, given: Any, samples: int) -> Intervals:
     if len(given) % 2 or not is_sorted or (given and (given[0] < 0 or given[-1] > samples)):
         raise ValueError(
             f"the state's {name} must hold pairs of places from 0 to {samples}, the first and the end of an interval, "
-            "sorted and with a gap between two; not {given!r}"
+            f"sorted and with a gap between two; not {given!r}"
         )
     return tuple(given)
 

@@ -207,7 +207,7 @@ PyObject* timer_start(PyObject* self, PyObject* const* args, Py_ssize_t position
     given[place] = true;
     values[place] = PyLong_AsLongLong(args[i]);
     if (values[place] == -1 && PyErr_Occurred() != nullptr) {
-      if (PyErr_ExceptionMatches(PyExc_TypeError) != 0) {
+      if (PyErr_ExceptionMatches(PyExc_TypeError) != 0 || PyErr_ExceptionMatches(PyExc_RuntimeError) != 0) {
         PyErr_Format(PyExc_TypeError, "%s must be an integer, not %R of type %s", kStartNames[place], args[i],
                      Py_TYPE(args[i])->tp_name);
       } else if (PyErr_ExceptionMatches(PyExc_OverflowError) != 0) {
