@@ -72,10 +72,10 @@ class CostModel:
         """
         given = {"samples": samples, "size": size, "size2": size2}
         n, s1, s2 = (checks.amounts(name, values) for name, values in given.items())
-        if not n.shape == s1.shape == s2.shape:
+        if len({n.shape, s1.shape, s2.shape} - {()}) > 1:
             raise ValueError(f"samples, size and size2 must have one shape, not {n.shape}, {s1.shape} and {s2.shape}")
         cost = self.fixed + self.per_sample * n + (self.per_size * s1 + self.per_size2 * s2)
-        return cost if n.shape else float(cost)
+        return cost if np.ndim(cost) else float(cost)
 
     @classmethod
     def fit(cls, records: NDArray[Any]) -> CostModel:

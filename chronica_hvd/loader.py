@@ -9,7 +9,7 @@ import itertools
 import multiprocessing
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Iterator, Sized
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -211,15 +211,11 @@ def _check_options(options: dict[str, Any]) -> None:
     for name in ("persistent_workers", "prefetch_factor"):
         if options.get(name) and not workers:
             raise ValueError(f"{name}={options[name]!r} needs num_workers of at least 1, not {workers}")
-    for name, kind, what in (
-        ("collate_fn", Callable, "a function of a list of samples"),
-        ("worker_init_fn", Callable, "a function of a worker's number"),
-        ("generator", torch.Generator, "a torch.Generator"),
-        ("multiprocessing_context", str | BaseContext, "the name of a start method or a context of multiprocessing"),
-    ):
-        given = options.get(name)
-        if given is not None and not isinstance(given, kind):
-            raise TypeError(f"{name} must be {what} or None, not {given!r}")
+    for name in ("collate_fn", "worker_init_fn"):
+        if not (options.get(name) is None or callable(options[name])):
+            raise TypeError(f"{name} must be a function or None, not {options[name]!r}")
+    if not isinstance(generator := options.get("generator"), torch.Generator | None):
+        raise TypeError(f"generator must be a torch.Generator or None, not {generator!r}")
     if not isinstance(device := options.get("pin_memory_device", ""), str):
         raise TypeError(f"pin_memory_device must be the name of a device, not {device!r}")
     _check_context(options.get("multiprocessing_context"), workers)
@@ -229,6 +225,10 @@ def _check_context(context: Any, workers: int) -> None:
     if context is None:
         return
     methods = multiprocessing.get_all_start_methods()
+    if not isinstance(context, str | BaseContext):
+        raise TypeError(
+            f"multiprocessing_context must be a context, or one of {', '.join(map(repr, methods))}, not {context!r}"
+        )
     if isinstance(context, str) and context not in methods:
         raise ValueError(f"multiprocessing_context must be one of {', '.join(map(repr, methods))}, not {context!r}")
     if not workers:
