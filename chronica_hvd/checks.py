@@ -131,8 +131,9 @@ def amounts(name: str, values: Any) -> NDArray[np.float64]:
     array = _array(name, values, "a number or an array of numbers")
     _refuse_other_kinds(name, array)
     flat = array.astype(np.float64, copy=False).ravel()
-    _refuse_first(name, flat, ~np.isfinite(flat), "be finite")
-    _refuse_first(name, flat, flat < 0, "not be negative")
+    if not (flat.min(initial=0.0) >= 0.0 and flat.max(initial=0.0) < math.inf):  # false for NaN
+        _refuse_first(name, flat, ~np.isfinite(flat), "be finite")
+        _refuse_first(name, flat, flat < 0, "not be negative")
     return flat.reshape(array.shape)
 
 

@@ -74,7 +74,7 @@ class CostModel:
         n, s1, s2 = (checks.amounts(name, values) for name, values in given.items())
         if len({n.shape, s1.shape, s2.shape} - {()}) > 1:
             raise ValueError(f"samples, size and size2 must have one shape, not {n.shape}, {s1.shape} and {s2.shape}")
-        cost = self.fixed + self.per_sample * n + (self.per_size * s1 + self.per_size2 * s2)
+        cost = cost_of_work(self, n, s1, s2)
         return cost if np.ndim(cost) else float(cost)
 
     @classmethod
@@ -114,6 +114,11 @@ class CostModel:
         columns = np.stack([np.ones_like(elapsed), *work], axis=1) / elapsed[:, None]  # (records, 4)
         fixed, per_sample, per_size, per_size2 = non_negative_least_squares(columns, np.ones_like(elapsed))
         return cls(fixed, per_sample, per_size, per_size2)
+
+
+def cost_of_work(model: CostModel, samples: Any, size: Any, size2: Any) -> Any:
+    """Return what :meth:`CostModel.predict` does, of numbers that are known to be right."""
+    return model.fixed + model.per_sample * samples + (model.per_size * size + model.per_size2 * size2)
 
 
 def non_negative_least_squares(columns: NDArray[np.float64], target: NDArray[np.float64]) -> list[float]:
