@@ -13,19 +13,27 @@ from numpy.typing import NDArray
 LARGEST_INT64 = 2**63 - 1
 
 
-def _is_bool(value: object) -> bool:
-    """Whether a value is a bool of Python's or of an array library's."""
-    return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
+def _is_number(value: object) -> bool:
+    """Whether a value may be one real number, of Python's or an array library's: no bool, text, time; not masked."""
+    if isinstance(value, bool) or not any(hasattr(type(value), name) for name in ("__float__", "__index__")):
+        return False
+    dtype: Any = getattr(value, "dtype", None)
+    if dtype is None:
+        return True
+    name = str(getattr(dtype, "name", dtype)).removeprefix("torch.")
+    is_single = getattr(value, "shape", None) == () and not np.ma.is_masked(value)
+    return is_single and name.startswith(("int", "uint", "float", "bfloat"))
 
 
 def integer(name: str, value: object, least: int | None = None, most: int | None = None) -> int:
     """Return ``value`` as an int between ``least`` and ``most``; a bool or a float is a TypeError."""
-    if _is_bool(value):
-        raise TypeError(f"{name} must be an integer, not {value!r}")
+    wrong = TypeError(f"{name} must be an integer, not {value!r} of type {type(value).__name__}")
+    if not _is_number(value):
+        raise wrong
     try:
         number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, not {value!r} of type {type(value).__name__}") from None
+    except (TypeError, RuntimeError):
+        raise wrong from None
     if least is not None and number < least:
         raise ValueError(f"{name} must be at least {least}, not {number}")
     if most is not None and number > most:
@@ -34,15 +42,16 @@ def integer(name: str, value: object, least: int | None = None, most: int | None
 
 
 def real(name: str, value: object, least: float = -math.inf) -> float:
-    """Return ``value`` as a finite float of at least ``least``; a bool or a string is a TypeError."""
-    if _is_bool(value) or isinstance(value, str | bytes):
-        raise TypeError(f"{name} must be a number, not {value!r}")
+    """Return ``value`` as a finite float of at least ``least``; a bool, a string or an array is a TypeError."""
+    wrong = TypeError(f"{name} must be a number, not {value!r} of type {type(value).__name__}")
+    if not _is_number(value):
+        raise wrong
     try:
         number = float(value)  # type: ignore[arg-type]
     except OverflowError:
         number = math.inf
     except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"{name} must be a number, not {value!r} of type {type(value).__name__}") from None
+        raise wrong from None
     if not math.isfinite(number):
         raise ValueError(f"{name} must be finite, not {number}")
     if number < least:
@@ -65,12 +74,7 @@ def choice(name: str, value: object, allowed: Sequence[str | None]) -> None:
 
 def vector(name: str, values: Any) -> NDArray[Any]:
     """Return ``values`` as a one-dimensional array of integers or floats, read in place where possible, not empty."""
-    if np.ma.is_masked(values):
-        raise TypeError(f"{name} must hold a number everywhere, not masked values; fill or drop them")
-    try:
-        array = np.asarray(values)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{name} must be a one-dimensional array of numbers: {error}") from None
+    array = _array(name, values, "a one-dimensional array of numbers")
     if array.ndim != 1:
         given = f", {values!r} of type {type(values).__name__}; give a list or an array" if array.ndim == 0 else ""
         raise ValueError(f"{name} must be one-dimensional, not of shape {array.shape}{given}")
@@ -78,9 +82,22 @@ def vector(name: str, values: Any) -> NDArray[Any]:
         raise ValueError(f"{name} is empty; at least one value is needed")
     if array.dtype == np.uint64 or array.dtype == object:
         array = _as_numbers(name, array)
+    _refuse_other_kinds(name, array)
+    return array
+
+
+def _array(name: str, values: Any, what: str) -> NDArray[Any]:
+    if np.ma.is_masked(values):
+        raise TypeError(f"{name} must hold a number everywhere, not masked values; fill or drop them")
+    try:
+        return np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} must be {what}: {error}") from None
+
+
+def _refuse_other_kinds(name: str, array: NDArray[Any]) -> None:
     if array.dtype.kind not in "iuf":
         raise TypeError(f"{name} must hold integers or floats, not {array.dtype}")
-    return array
 
 
 def _as_numbers(name: str, array: NDArray[Any]) -> NDArray[Any]:
@@ -105,6 +122,19 @@ def non_negative(name: str, values: Any) -> NDArray[Any]:
     if array.dtype.kind != "u":
         _refuse_first(name, array, array < 0, "not be negative")
     return array
+
+
+def amounts(name: str, values: Any) -> NDArray[np.float64]:
+    """Return a number, or an array of any shape, as float64; all must be finite and not negative."""
+    if dimensions(name, values) == 0:
+        return np.asarray(real(name, values, least=0.0))
+    array = _array(name, values, "a number or an array of numbers")
+    _refuse_other_kinds(name, array)
+    flat = array.astype(np.float64, copy=False).ravel()
+    if not (flat.min(initial=0.0) >= 0.0 and flat.max(initial=0.0) < math.inf):  # false for NaN
+        _refuse_first(name, flat, ~np.isfinite(flat), "be finite")
+        _refuse_first(name, flat, flat < 0, "not be negative")
+    return flat.reshape(array.shape)
 
 
 def dimensions(name: str, values: Any) -> int:

@@ -59,12 +59,23 @@ class CostModel:
 
         The order of the operations is fixed and nothing is fused, so that every rank gets the same numbers.
         """
-        size = np.asarray(sizes, dtype=np.float64)
+        size = checks.amounts("sizes", sizes)
         return self.per_sample + (self.per_size * size + self.per_size2 * (size * size))
 
     def predict(self, samples: Any, size: Any, size2: Any) -> Any:
-        """Return the cost of micro-batches from n, S1 and S2 (numbers or arrays of one shape)."""
-        return self.fixed + self.per_sample * samples + (self.per_size * size + self.per_size2 * size2)
+        """Return the cost of micro-batches from n, S1 and S2 (numbers or arrays of one shape).
+
+        Raises
+        ------
+        TypeError, ValueError
+            One is not a number or an array of numbers, negative, not finite, or of another shape.
+        """
+        given = {"samples": samples, "size": size, "size2": size2}
+        n, s1, s2 = (checks.amounts(name, values) for name, values in given.items())
+        if len({n.shape, s1.shape, s2.shape} - {()}) > 1:
+            raise ValueError(f"samples, size and size2 must have one shape, not {n.shape}, {s1.shape} and {s2.shape}")
+        cost = cost_of_work(self, n, s1, s2)
+        return cost if np.ndim(cost) else float(cost)
 
     @classmethod
     def fit(cls, records: NDArray[Any]) -> CostModel:
@@ -91,7 +102,9 @@ class CostModel:
         names = getattr(getattr(records, "dtype", None), "names", None) or ()
         missing = [name for name in ("samples", "size", "size2", "elapsed_ns") if name not in names]
         if missing:
-            raise TypeError(f"records must be a structured array as StepTimer.drain() returns; it lacks {missing}")
+            raise TypeError(
+                f"records must be a structured array as StepTimer.drain() returns; it lacks {missing} in {records!r}"
+            )
         elapsed, *work = (
             checks.non_negative(f"{name} of the records", records[name]).astype(np.float64)
             for name in ("elapsed_ns", "samples", "size", "size2")
@@ -101,6 +114,11 @@ class CostModel:
         columns = np.stack([np.ones_like(elapsed), *work], axis=1) / elapsed[:, None]  # (records, 4)
         fixed, per_sample, per_size, per_size2 = non_negative_least_squares(columns, np.ones_like(elapsed))
         return cls(fixed, per_sample, per_size, per_size2)
+
+
+def cost_of_work(model: CostModel, samples: Any, size: Any, size2: Any) -> Any:
+    """Return what :meth:`CostModel.predict` does, of numbers that are known to be right."""
+    return model.fixed + model.per_sample * samples + (model.per_size * size + model.per_size2 * size2)
 
 
 def non_negative_least_squares(columns: NDArray[np.float64], target: NDArray[np.float64]) -> list[float]:

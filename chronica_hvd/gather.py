@@ -8,6 +8,7 @@ import numbers
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from chronica_hvd.progress import Progress
@@ -261,11 +262,20 @@ def _as_tensors(value: Any) -> list[torch.Tensor]:
 
 def as_tensor(value: Any) -> torch.Tensor:
     """Return a number or tensor as a tensor of a floating dtype, without gradient."""
-    if isinstance(value, torch.Tensor) and not value.is_complex():
+    if isinstance(value, torch.Tensor) and _holds_real_numbers(value):
         return value.detach() if value.is_floating_point() else value.detach().double()
-    if isinstance(value, numbers.Real):
-        return torch.tensor(float(value), dtype=torch.float64)
+    if isinstance(value, numbers.Real) and not isinstance(value, np.timedelta64):
+        try:
+            return torch.tensor(float(value), dtype=torch.float64)
+        except OverflowError:
+            raise ValueError(f"value must be a number that float64 can hold, not {value!r}") from None
     raise TypeError(f"value must be a real number or tensor, not {value!r} of type {type(value).__name__}")
+
+
+def _holds_real_numbers(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is an ordinary one: not complex, sparse, nested, quantized, nor on the meta device."""
+    is_dense = tensor.layout == torch.strided and not tensor.is_nested
+    return is_dense and not (tensor.is_complex() or tensor.is_quantized or tensor.is_meta)
 
 
 def horovods_world(world: World) -> World:

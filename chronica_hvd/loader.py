@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import collections
 import hashlib
+import inspect
 import itertools
+import multiprocessing
 import time
 import warnings
 from collections.abc import Iterator, Sized
+from multiprocessing.context import BaseContext
 from typing import Any
 
 import numpy as np
 import torch.utils.data
 
+from chronica_hvd import checks
 from chronica_hvd.sampler import BatchSampler
 from chronica_hvd.tickets import StepTicket
+
+#: What torch's loader asks to make batches itself, and what says that it need not.
+_OF_THE_SAMPLER = {"batch_size": (1,), "shuffle": (None, False), "sampler": (None,), "drop_last": (False,)}
+
+#: More are a mistake rather than a machine.
+MOST_WORKERS = 2**16
 
 
 class _MicroBatches:
@@ -68,9 +78,10 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     Raises
     ------
     TypeError
-        The sampler is another one.
+        The sampler or the data set is of another kind; an option is unknown or of a wrong type.
     ValueError
-        The data set's length is not the number of sizes, or ``in_order=False``.
+        The data set's length is not the number of sizes; an option is out of range, contradicts the sampler's batches
+        (``batch_size``, ``shuffle``, ``sampler``, ``drop_last``), or is ``in_order=False``.
     """
 
     batch_sampler: BatchSampler
@@ -81,13 +92,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 f"batch_sampler must be a chronica_hvd.BatchSampler, not {batch_sampler!r}; "
                 "without one use torch.utils.data.DataLoader"
             )
-        if isinstance(dataset, Sized) and len(dataset) != batch_sampler.samples:
-            raise ValueError(
-                f"the sampler has {batch_sampler.samples} sizes, but the data set has {len(dataset)} samples; "
-                "give one size per sample"
-            )
-        if not options.get("in_order", True):
-            raise ValueError("in_order must be True, not False: a batch out of order would get another step's weight")
+        _check_dataset(dataset, batch_sampler)
+        _check_options(options)
         super().__init__(dataset, batch_sampler=batch_sampler, **options)
         batch_sampler.progress.data = _data_identity(dataset)
 
@@ -169,6 +175,64 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 )
             self.batch_sampler.progress.hand_out(iteration, ticket, time.monotonic_ns() - asked_ns)
             yield batch
+
+
+def _check_dataset(dataset: Any, sampler: BatchSampler) -> None:
+    """Refuse what is no map-style data set with one sample per size."""
+    is_mapping = hasattr(type(dataset), "__getitem__") and not isinstance(dataset, torch.utils.data.IterableDataset)
+    if not is_mapping or (isinstance(dataset, np.ndarray | torch.Tensor) and dataset.ndim == 0):
+        raise TypeError(
+            f"dataset must be a map-style data set, with one item for each of {sampler.samples} sizes, not {dataset!r}"
+        )
+    if isinstance(dataset, Sized) and len(dataset) != sampler.samples:
+        raise ValueError(
+            f"the sampler has {sampler.samples} sizes, but the data set has {len(dataset)} samples; "
+            "give one size per sample"
+        )
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """Refuse of torch's options what torch would refuse later, or in words that do not say what is wrong."""
+    known = list(inspect.signature(torch.utils.data.DataLoader).parameters)
+    if unknown := [name for name in options if name not in known]:
+        raise TypeError(f"unknown option {unknown[0]!r}; the options of torch's DataLoader are {', '.join(known)}")
+    for name, defaults in _OF_THE_SAMPLER.items():
+        given = options.get(name, defaults[0])
+        if not any(given is default for default in defaults):
+            raise ValueError(f"{name} must be left to the BatchSampler, which makes the batches; {given!r} was given")
+    for name in ("pin_memory", "persistent_workers", "in_order"):
+        checks.boolean(name, options.get(name, name == "in_order"))
+    if not options.get("in_order", True):
+        raise ValueError("in_order must be True, not False: a batch out of order would get another step's weight")
+    workers = checks.integer("num_workers", options.get("num_workers", 0), least=0, most=MOST_WORKERS)
+    checks.real("timeout", options.get("timeout", 0), least=0.0)
+    if (prefetch := options.get("prefetch_factor")) is not None:
+        checks.integer("prefetch_factor", prefetch, least=1)
+    for name in ("persistent_workers", "prefetch_factor"):
+        if options.get(name) and not workers:
+            raise ValueError(f"{name}={options[name]!r} needs num_workers of at least 1, not {workers}")
+    for name in ("collate_fn", "worker_init_fn"):
+        if not (options.get(name) is None or callable(options[name])):
+            raise TypeError(f"{name} must be a function or None, not {options[name]!r}")
+    if not isinstance(generator := options.get("generator"), torch.Generator | None):
+        raise TypeError(f"generator must be a torch.Generator or None, not {generator!r}")
+    if not isinstance(device := options.get("pin_memory_device", ""), str):
+        raise TypeError(f"pin_memory_device must be the name of a device, not {device!r}")
+    _check_context(options.get("multiprocessing_context"), workers)
+
+
+def _check_context(context: Any, workers: int) -> None:
+    if context is None:
+        return
+    methods = multiprocessing.get_all_start_methods()
+    if not isinstance(context, str | BaseContext):
+        raise TypeError(
+            f"multiprocessing_context must be a context, or one of {', '.join(map(repr, methods))}, not {context!r}"
+        )
+    if isinstance(context, str) and context not in methods:
+        raise ValueError(f"multiprocessing_context must be one of {', '.join(map(repr, methods))}, not {context!r}")
+    if not workers:
+        raise ValueError(f"multiprocessing_context={context!r} needs num_workers of at least 1, not {workers}")
 
 
 def _data_identity(dataset: Any) -> int:

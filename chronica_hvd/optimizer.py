@@ -16,7 +16,7 @@ from chronica_hvd.compression import Carrier
 from chronica_hvd.sampler import BatchSampler
 from chronica_hvd.timing import Timing
 from chronica_hvd.weigh import Weigher, refuse_weighed
-from chronica_hvd.world import horovod
+from chronica_hvd.world import check_process_set, horovod
 from chronica_hvd.wrapped import replace_methods
 
 #: Optimizers are made in the same order on every rank, so their number names their collectives.
@@ -104,7 +104,12 @@ def DistributedOptimizer(  # noqa: N802 (it takes the place of hvd.DistributedOp
         raise TypeError(f"unknown option {unknown[0]!r}; Horovod's options are {', '.join(known)}")
     _check_reduction(options, hvd)
     passes = checks.integer("backward_passes_per_step", options.get("backward_passes_per_step", 1), least=1)
+    checks.boolean("sparse_as_dense", options.get("sparse_as_dense", False))
+    checks.integer("num_groups", options.get("num_groups", 0), least=0)
+    check_process_set(options.get("process_set"))
+    options = {name: value for name, value in options.items() if name != "process_set" or value is not None}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    _check_groups(options.get("groups"), parameters)
     names = _names(optimizer, named_parameters)
     if not hvd.is_initialized():
         raise RuntimeError("Horovod is not initialised: call hvd.init() first")
@@ -149,14 +154,21 @@ def _names(optimizer: torch.optim.Optimizer, named_parameters: Any) -> list[tupl
     times = collections.Counter(name for name, _ in names)
     if twice := [name for name, number in times.items() if number > 1]:
         raise ValueError(f"named_parameters must have unique names; {twice[0]!r} is given twice")
+    named = {id(parameter) for _, parameter in names}
+    for i, group in enumerate(optimizer.param_groups):
+        for j, parameter in enumerate(group["params"]):
+            if id(parameter) not in named:
+                raise ValueError(
+                    "named_parameters must name every parameter of the optimizer; the one of shape "
+                    f"{tuple(parameter.shape)} in place {j} of group {i} is not among the {len(names)} given"
+                )
     return names
 
 
 def _check_reduction(options: dict[str, Any], hvd: Any) -> None:
     """Refuse now what Horovod would refuse in the first backward pass, and what takes no weights."""
     op = options.get("op")
-    known = (None, hvd.Average, hvd.Sum, hvd.Adasum)
-    if isinstance(op, bool) or not any(op is allowed or op == allowed for allowed in known):
+    if op is not None and (type(op) is not int or op not in (hvd.Average, hvd.Sum, hvd.Adasum)):
         raise ValueError(f"op must be hvd.Average or hvd.Sum, not {op!r}")
     if op == hvd.Adasum:
         raise ValueError(
@@ -179,6 +191,26 @@ def _check_reduction(options: dict[str, Any], hvd: Any) -> None:
         raise ValueError(
             f"gradient_predivide_factor={factor:g} needs op=hvd.Average: it splits the division by the number of ranks"
         )
+
+
+def _check_groups(groups: Any, parameters: list[torch.nn.Parameter]) -> None:
+    """Refuse what is neither a number of groups nor groups of the optimizer's parameters."""
+    if groups is None:
+        return
+    if not isinstance(groups, list | tuple):
+        checks.integer("groups", groups, least=1)
+        return
+    own = {id(parameter) for parameter in parameters}
+    for group in groups:
+        if not isinstance(group, list | tuple):
+            raise TypeError(f"groups must be a positive integer or lists of parameters, not {groups!r}")
+        for parameter in group:
+            if not isinstance(parameter, torch.Tensor):
+                raise TypeError(f"groups must hold the optimizer's parameters; {parameter!r} is among them")
+            if id(parameter) not in own:
+                what = "one in two places" if any(parameter is one for one in parameters) else "another tensor"
+                raise ValueError(f"groups must hold the optimizer's parameters, each once, not {what}: {parameter!r}")
+            own.remove(id(parameter))
 
 
 def _shared_process_set(sampler: BatchSampler, given: Any, hvd: Any) -> Any:

@@ -62,7 +62,7 @@ class PlanOptions:
                 raise ValueError(f"max_size must be positive or None, not {self.max_size}")
         self._check_pad_to()
         self._keep_real("comm", least=0.0)
-        self._keep_integer("min_local_batch", least=1)
+        self._keep_integer("min_local_batch", least=1, most=2**40)
         checks.choice("normalize", self.normalize, (None, "step", "epoch"))
         checks.boolean("shuffle", self.shuffle)
         self._keep_integer("seed", least=-(2**63), most=2**64 - 1)

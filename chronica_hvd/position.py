@@ -218,12 +218,12 @@ def _speeds(given: Any) -> tuple[float, ...]:
 
 def _checked_intervals(name: str, given: Any, samples: int) -> Intervals:
     if not isinstance(given, list | tuple) or not all(type(place) is int for place in given):
-        raise TypeError(f"the state's {name} must be a list of integers")
+        raise TypeError(f"the state's {name} must be a list of integers, not {given!r}")
     is_sorted = all(one < other for one, other in itertools.pairwise(given))
     if len(given) % 2 or not is_sorted or (given and (given[0] < 0 or given[-1] > samples)):
         raise ValueError(
             f"the state's {name} must hold pairs of places from 0 to {samples}, the first and the end of an interval, "
-            "sorted and with a gap between two"
+            f"sorted and with a gap between two; not {given!r}"
         )
     return tuple(given)
 

@@ -22,7 +22,7 @@ from chronica_hvd.position import Intervals, Position, Segment, digest
 from chronica_hvd.progress import Progress
 from chronica_hvd.tickets import StepTicket
 from chronica_hvd.workload import Workload
-from chronica_hvd.world import World
+from chronica_hvd.world import World, check_process_set
 
 Item = TypeVar("Item")
 
@@ -87,6 +87,7 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
         _check_refresh(refresh)
         if rank is not None:
             checks.integer("rank", rank, least=0)
+        check_process_set(process_set)
         # Values first: an array of bad sizes is reported whether or not Horovod runs.
         planner = None if num_replicas is None else Planner(sizes, num_replicas, batch_size, checked)
         self.world = _world(None if planner is None else planner.workload.ranks, rank, process_set)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chronica_hvd import checks
-from chronica_hvd.cost import CostModel
+from chronica_hvd.cost import CostModel, cost_of_work
 from chronica_hvd.options import PlanOptions
 from chronica_hvd.timing import Work
 
@@ -90,7 +90,8 @@ class Workload:
             size, size2 = float(sizes.sum()), float((sizes * sizes).sum())
         flops = 0
         if isinstance(self.cost, CostModel) and self.cost.is_in_flops:
-            flops = self.cost.predict(samples, size, size2) - self.cost.fixed  # which stands for time, not operations
+            # Without what is fixed, which stands for time, not operations.
+            flops = cost_of_work(self.cost, samples, size, size2) - self.cost.fixed
         return Work(samples, *(min(round(amount), checks.LARGEST_INT64) for amount in (size, size2, flops)))
 
     def _padded(self, sizes: NDArray[Any]) -> NDArray[np.float64]:

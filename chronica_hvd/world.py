@@ -31,6 +31,7 @@ class World:
         checks.integer("size", self.size, least=1)
         checks.integer("rank", self.rank, least=0)
         checks.integer("local_rank", self.local_rank, least=0)
+        check_process_set(self.process_set)
         if self.rank >= self.size:
             raise ValueError(f"rank must be below the number of ranks, {self.size}; {self.rank} was given")
 
@@ -40,9 +41,12 @@ class World:
 
         Raises
         ------
+        TypeError, ValueError
+            ``process_set`` is none, or Horovod was not told of it.
         RuntimeError
             Horovod is missing, half installed, or not initialised, or this rank is outside of the process set.
         """
+        check_process_set(process_set)
         hvd = horovod()
         if not hvd.is_initialized():
             raise RuntimeError(
@@ -53,6 +57,20 @@ class World:
         if not process_set.included():
             raise RuntimeError(f"this rank ({hvd.rank()}) is not in the process set {process_set}")
         return cls(process_set.rank(), process_set.size(), hvd.local_rank(), process_set)
+
+
+def check_process_set(process_set: Any) -> None:
+    """Raise a TypeError for what is no process set, and a ValueError for one that Horovod was not told of."""
+    if process_set is None:
+        return
+    has_methods = all(callable(getattr(process_set, name, None)) for name in ("included", "rank", "size"))
+    if isinstance(process_set, type) or not has_methods:
+        raise TypeError(f"process_set must be a hvd.ProcessSet or None, not {process_set!r}")
+    if getattr(process_set, "process_set_id", 0) is None:
+        raise ValueError(
+            f"process_set must be one that Horovod knows, by hvd.init(process_sets=...) or hvd.add_process_set(...), "
+            f"not {process_set}"
+        )
 
 
 def horovod() -> Any:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from chronica_hvd import checks
 from chronica_hvd.gather import average_of_step
 from chronica_hvd.passes import complete_groups
 from chronica_hvd.tickets import OpenStep, StepTicket
@@ -62,6 +63,8 @@ def replace_methods(optimizer: Any, weigher: Weigher | None, timing: Timing | No
         """
         if closure is None:
             return horovods_step(self)
+        if not callable(closure):
+            raise TypeError(f"closure must be a function that returns the loss, or None, not {closure!r}")
         if not self._should_synchronize:
             raise RuntimeError(
                 "step(closure) cannot be made under skip_synchronize(): the closure's gradients are combined each time "
@@ -86,6 +89,7 @@ def replace_methods(optimizer: Any, weigher: Weigher | None, timing: Timing | No
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         """Forget the gradients: as ``torch.optim.Optimizer.zero_grad``."""
+        checks.boolean("set_to_none", set_to_none)
         if self._handles:
             raise RuntimeError(
                 "zero_grad() was called after backward() but before step() or synchronize(), while gradients are on "

@@ -207,11 +207,11 @@ PyObject* timer_start(PyObject* self, PyObject* const* args, Py_ssize_t position
     given[place] = true;
     values[place] = PyLong_AsLongLong(args[i]);
     if (values[place] == -1 && PyErr_Occurred() != nullptr) {
-      if (PyErr_ExceptionMatches(PyExc_TypeError) != 0) {
+      if (PyErr_ExceptionMatches(PyExc_TypeError) != 0 || PyErr_ExceptionMatches(PyExc_RuntimeError) != 0) {
         PyErr_Format(PyExc_TypeError, "%s must be an integer, not %R of type %s", kStartNames[place], args[i],
                      Py_TYPE(args[i])->tp_name);
       } else if (PyErr_ExceptionMatches(PyExc_OverflowError) != 0) {
-        PyErr_Format(PyExc_OverflowError, "%s is too large for an int64: %R", kStartNames[place], args[i]);
+        PyErr_Format(PyExc_ValueError, "%s is too large for an int64: %R", kStartNames[place], args[i]);
       }
       return nullptr;
     }

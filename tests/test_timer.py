@@ -65,9 +65,9 @@ def test_arguments(arguments: tuple[Any, ...], keywords: dict[str, Any], expecte
         ((1.0,), {}, TypeError, "step must be an integer, not 1.0 of type float"),
         ((0, "1"), {}, TypeError, "samples must be an integer, not '1' of type str"),
         ((None,), {}, TypeError, "step must be an integer, not None of type NoneType"),
-        ((), {"size": 2**63}, OverflowError, "size is too large for an int64: 9223372036854775808"),
-        ((), {"size2": -(2**63) - 1}, OverflowError, "size2 is too large for an int64: -9223372036854775809"),
-        ((np.uint64(2**63),), {}, OverflowError, "step is too large for an int64"),
+        ((), {"size": 2**63}, ValueError, "size is too large for an int64: 9223372036854775808"),
+        ((), {"size2": -(2**63) - 1}, ValueError, "size2 is too large for an int64: -9223372036854775809"),
+        ((np.uint64(2**63),), {}, ValueError, "step is too large for an int64"),
     ],
 )
 def test_bad_arguments(arguments: Any, keywords: Any, error: type[Exception], message: str) -> None:
