@@ -15,6 +15,8 @@ LARGEST_INT64 = 2**63 - 1
 
 def _is_number(value: object) -> bool:
     """Whether a value may be one real number, of Python's or an array library's: no bool, text, time; not masked."""
+    if type(value) in (int, float):  # most are
+        return True
     if isinstance(value, bool) or not any(hasattr(type(value), name) for name in ("__float__", "__index__")):
         return False
     dtype: Any = getattr(value, "dtype", None)
@@ -27,13 +29,12 @@ def _is_number(value: object) -> bool:
 
 def integer(name: str, value: object, least: int | None = None, most: int | None = None) -> int:
     """Return ``value`` as an int between ``least`` and ``most``; a bool or a float is a TypeError."""
-    wrong = TypeError(f"{name} must be an integer, not {value!r} of type {type(value).__name__}")
-    if not _is_number(value):
-        raise wrong
     try:
-        number = operator.index(value)  # type: ignore[arg-type]
+        number = operator.index(value) if _is_number(value) else None  # type: ignore[arg-type]
     except (TypeError, RuntimeError):
-        raise wrong from None
+        number = None
+    if number is None:
+        raise TypeError(f"{name} must be an integer, not {value!r} of type {type(value).__name__}")
     if least is not None and number < least:
         raise ValueError(f"{name} must be at least {least}, not {number}")
     if most is not None and number > most:
@@ -43,15 +44,14 @@ def integer(name: str, value: object, least: int | None = None, most: int | None
 
 def real(name: str, value: object, least: float = -math.inf) -> float:
     """Return ``value`` as a finite float of at least ``least``; a bool, a string or an array is a TypeError."""
-    wrong = TypeError(f"{name} must be a number, not {value!r} of type {type(value).__name__}")
-    if not _is_number(value):
-        raise wrong
     try:
-        number = float(value)  # type: ignore[arg-type]
+        number = float(value) if _is_number(value) else None  # type: ignore[arg-type]
     except OverflowError:
         number = math.inf
     except (TypeError, ValueError, RuntimeError):
-        raise wrong from None
+        number = None
+    if number is None:
+        raise TypeError(f"{name} must be a number, not {value!r} of type {type(value).__name__}")
     if not math.isfinite(number):
         raise ValueError(f"{name} must be finite, not {number}")
     if number < least:
