@@ -83,16 +83,20 @@ def _errors(job: Job, ranks: list[Trained], expected: Trained) -> Iterator[tuple
 def _rounding(job: Job, ranks: list[Trained], magnitudes: NDArray[Any]) -> NDArray[Any]:
     """Return what half precision may lose.
 
-    In float16 each rank's part is rounded, scaled twice, and added to the others'; in bfloat16 the gradient of each loss
-    is rounded, weighed and added to the others of its rank, and the ranks' sum is rounded and maybe corrected. Each
-    loses half a unit in the last of 11 or 8 bits, of no more than the parts' magnitudes together; numbers that are too
-    small for float16 a fixed amount.
+    In float16 each rank's part is rounded, scaled twice, and added to the others'; in bfloat16 the gradient of each
+    loss is rounded, weighed and added to the others of its rank, and the ranks' sum is rounded and maybe corrected.
+    Each loses half a unit in the last of 11 or 8 bits, of no more than the parts' magnitudes together; numbers that are
+    too small for float16 a fixed amount.
     """
     allowed = np.zeros(())
     if job.is_compressed:
         allowed = (job.ranks + 4) * (2.0**-11 * magnitudes + 2.0**-23)
     if job.dtype == "bfloat16":
-        passes = job.losses * job.steps_per_update * max((len(step) for trained in ranks for step in trained.taken), default=0)
+        passes = (
+            job.losses
+            * job.steps_per_update
+            * max((len(step) for trained in ranks for step in trained.taken), default=0)
+        )
         allowed = allowed + (passes + 4) * 2.0**-8 * magnitudes + 2.0**-120
     return allowed
 

@@ -84,7 +84,7 @@ class Data(torch.utils.data.Dataset[int]):
 
     def drawn(self, epoch: int) -> list[int]:
         """Return the samples of an epoch in the order in which they are drawn."""
-        job, options = self.job, self.job.plan
+        options = self.job.plan
         if "indices" in options:
             return options["indices"]  # type: ignore[no-any-return]
         drawing = {name: options[name] for name in ("shuffle", "seed")}

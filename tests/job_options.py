@@ -90,6 +90,6 @@ def optimizer_options(draw: st.DrawFn, model: str) -> dict[str, Any]:
         options["gradient_predivide_factor"] = draw(st.sampled_from([0.5, 2.0, 3.0]))
     if draw(st.integers(0, 4)) == 4:
         options["compression"] = "fp16"
-    if draw(st.integers(0, 3)) == 3:
+    if draw(st.sampled_from([False, True, False])):
         options["backward_passes_per_step"] = draw(st.integers(2, 3))
     return options

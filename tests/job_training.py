@@ -115,7 +115,7 @@ class Training:
             trained_now = [pair for pair in self._pairs() if is_trained(self.job, pair[0], step)]
             if begins:
                 for _, optimizer in trained_now:
-                    optimizer.zero_grad(set_to_none=not self.job.zeroes)
+                    optimizer.zero_grad(*[False] * self.job.zeroes)
             self.trained.fillers.append(bool(self.sampler.plan.counts[step, hvd.rank()] == 0))
             StepLoop(self, trained_now, verdict).train(micro_batches)
             begins = verdict != "part"
@@ -207,7 +207,8 @@ class StepLoop:
     def _work(self, micro_batches: Iterable[Batch]) -> None:
         losses = []
         for batch in self._noted(micro_batches):
-            losses.append([self._backward(model, optimizer, batch) for model, optimizer in self.pairs][0])
+            loss, *_ = [self._backward(model, optimizer, batch) for model, optimizer in self.pairs]
+            losses.append(loss)
         if self.job.average != "after" or self.verdict == "part":
             self._average(losses)
         if self.verdict == "update":

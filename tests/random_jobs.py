@@ -38,7 +38,9 @@ class Job:
     zeroes: bool = False  # zero_grad(set_to_none=False)
     second_every: int = 0  # a second optimizer, on the same sampler, trains every n-th step; 0: there is none
     evaluates: bool = False  # the mean loss over the data set, at last
-    resumes: dict[str, Any] | None = None  # after some "steps" of an "epoch", with other "ranks", "batch_size", "speeds"
+    resumes: dict[str, Any] | None = (
+        None  # after some "steps" of an "epoch", with other "ranks", "batch_size", "speeds"
+    )
 
     @property
     def is_compressed(self) -> bool:
@@ -110,7 +112,9 @@ def jobs(draw: st.DrawFn, ranks: int | None = None) -> Job:
     steps = 65 if is_long else draw(st.integers(1, 8 if batch_size > 1 else 15))
     samples = steps * global_batch - draw(st.integers(0, global_batch - 1))
     seed = draw(st.integers(0, 2**16))
-    sizes = drawn_sizes(np.random.default_rng(seed), draw(st.sampled_from(["heavy", "heavy", "equal", "zeros"])), samples)
+    sizes = drawn_sizes(
+        np.random.default_rng(seed), draw(st.sampled_from(["heavy", "heavy", "equal", "zeros"])), samples
+    )
     loss_weight = drawn_loss_weight(draw, seed, sizes)
     plan = plan_options(draw, ranks, batch_size, sizes, loss_weight)
     model = draw(st.sampled_from(["dense", "gated", "bag", "sparse", "image"]))
@@ -122,20 +126,26 @@ def jobs(draw: st.DrawFn, ranks: int | None = None) -> Job:
     if is_ahead:
         optimizer["lookahead"] = 1
     passes = optimizer.get("backward_passes_per_step", 1)
-    losses = passes if passes > 1 and not is_ahead and draw(st.booleans()) else 1
+    losses = passes if passes > 1 and not is_ahead and draw(st.sampled_from([False, True, False])) else 1
     # Amounts mean nothing to summed losses, come too late for several steps, and may be too small for half precision.
     may_say_amounts = loss_weight != "sum" and passes == 1 and "compression" not in optimizer
     says_amounts = may_say_amounts and draw(st.integers(0, 2)) == 2
     has_closure = passes == 1 and not is_ahead and draw(st.integers(0, 4)) == 4
     epochs = 1 if is_long else draw(st.integers(1, 2))
-    skips = draw(st.sets(st.integers(0, steps * epochs - 1), max_size=3)) if draw(st.integers(0, 3)) == 3 else ()
+    skips = (
+        draw(st.sets(st.integers(0, steps * epochs - 1), max_size=3))
+        if draw(st.sampled_from([False, True, False]))
+        else ()
+    )
     # Several steps at once are given up with a wrapper that reads ahead when each had its backward passes.
-    skips_after = 99 if is_ahead and passes > 1 else draw(st.integers(0, 3))
+    skips_after = 99 if is_ahead and passes > 1 else draw(st.sampled_from([0, 1, 0, 2, 3]))
     may_have_second = passes == 1 and not has_closure
     # Horovod makes of sparse gradients, and so of their momentum, another kind than one rank has.
     others = [given_ranks] if given_ranks else [1] if model == "sparse" and ranks == 1 else [2, 3, 4, 5]
     others += [1] * (model != "sparse" and given_ranks is None)
     does_resume = draw(st.integers(0, 3)) == 3
+    # Where a wrapper reads ahead every step needs its backward pass.
+    fillers = draw(st.sampled_from(["nan", "skipped", "skipped"])) if ranks > 1 and not is_ahead else "nan"
     return Job(
         ranks=ranks,
         batch_size=batch_size,
@@ -150,8 +160,7 @@ def jobs(draw: st.DrawFn, ranks: int | None = None) -> Job:
         plan=plan,
         optimizer=optimizer,
         loop=loop,
-        # Where a wrapper reads ahead every step needs its backward pass.
-        fillers=draw(st.sampled_from(["nan", "skipped"])) if ranks > 1 and not is_ahead else "nan",
+        fillers=fillers,
         average="closure" if has_closure else "before" if is_ahead else draw(st.sampled_from(["before", "after"])),
         clips=draw(st.booleans()) and not has_closure,
         losses=losses,
