@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 LONGEST = 60  # the size of a sample
+POLICIES = ["dynamic", "balanced", "plain", "balanced", "static", "balanced", "guided", "balanced", "balanced"]
 
 
 def drawn_sizes(random: np.random.Generator, kind: str, samples: int) -> list[int]:
@@ -48,7 +49,7 @@ def plan_options(
         "shuffle": draw(st.booleans()),
         "seed": draw(st.integers(0, 9)),
         "drop_last": draw(st.booleans()) and samples >= batch_size * ranks,
-        "policy": draw(st.sampled_from(["balanced"] * 6 + ["plain", "static", "dynamic", "guided"])),
+        "policy": draw(st.sampled_from(POLICIES)),
         "first": draw(st.sampled_from([None, None, "largest"])),
     }
     needs_normalize = options["reorder"] == "window" and loss_weight != "samples"
