@@ -20,6 +20,7 @@ import horovod.torch as hvd
 import torch
 from horovod.torch import mpi_ops
 
+import chronica_hvd.mean
 import chronica_hvd.optimizer
 
 Result = TypeVar("Result")
@@ -88,8 +89,9 @@ def _played(job: _Job) -> Iterator[None]:
         stack.enter_context(replace(hvd.global_process_set, "ranks", list(range(job.count))))
         for module, name in ((hvd, "init"), (mpi_ops, "init"), (hvd, "shutdown"), (mpi_ops, "shutdown")):
             stack.enter_context(replace(module, name, lambda *_, **__: None))
-        # Our optimizers are numbered per process, for the names of their collectives: here, per rank.
+        # Our optimizers and means are numbered per process, for the names of their collectives: here, per rank.
         stack.enter_context(replace(chronica_hvd.optimizer, "_numbers", _PerRank(job)))
+        stack.enter_context(replace(chronica_hvd.mean, "_numbers", {0: _PerRank(job)}))
         yield
 
 

@@ -7,7 +7,7 @@ import pickle
 
 import horovod.torch as hvd
 import rank
-from job_training import Training
+from job_training import Trained, Training
 from random_jobs import Job
 
 
@@ -15,8 +15,10 @@ def main() -> None:
     folder = rank.begin()
     for number, values in enumerate(json.loads((folder / "jobs.json").read_text())):
         print(f"job {number}", flush=True)  # the last one printed is the one that failed
-        trained = Training(Job(**values)).run()
-        (folder / f"{number}.{hvd.rank()}.pickle").write_bytes(pickle.dumps(trained))
+        legs: list[Trained] = []
+        for leg in Job(**values).legs:
+            legs.append(Training(leg, legs[-1].checkpoint if legs else None).run())
+        (folder / f"{number}.{hvd.rank()}.pickle").write_bytes(pickle.dumps(legs))
 
 
 if __name__ == "__main__":
