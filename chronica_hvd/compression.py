@@ -29,6 +29,7 @@ class Carrier:
     def __init__(self, compression: Any) -> None:
         self._compression = compression
         self._is_none = compression is horovod().Compression.none
+        self._on_their_way: list[tuple[torch.Tensor, int]] = []  # each with its version
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Return what is sent for a gradient, and what :meth:`decompress` needs to know."""
@@ -36,6 +37,7 @@ class Carrier:
             raise ValueError(
                 "a sparse gradient cannot be sent in a group: leave out groups, or give the layer sparse=False"
             )
+        self._on_their_way.append((tensor, tensor._version))
         if self._is_none and tensor.dtype in SENDABLE and tensor.is_contiguous():
             return tensor, None
         compressed, note = self._compression.compress(tensor)
@@ -43,6 +45,20 @@ class Carrier:
         if dtype.is_floating_point and dtype not in SENDABLE:
             compressed = compressed.to(torch.float32)
         return compressed.contiguous(), _Sent(note, dtype, tensor)
+
+    def refuse_changed(self) -> None:
+        """Raise a RuntimeError if a gradient was changed after it was given to be sent."""
+        if any(tensor._version != version for tensor, version in self._on_their_way):
+            raise RuntimeError(
+                "gradients were changed between backward() and synchronize() or step(), while Horovod was sending "
+                "them: what arrives depends on chance, and the ranks would drift apart. To clip or otherwise change "
+                "them, call optimizer.synchronize() first, and then optimizer.step() within "
+                "optimizer.skip_synchronize()"
+            )
+
+    def forget(self) -> None:
+        """Note that all gradients have arrived."""
+        self._on_their_way.clear()
 
     def decompress(self, tensor: torch.Tensor, sent: Any) -> torch.Tensor:
         """Return the combined gradient in the type and layout of the one that was sent."""

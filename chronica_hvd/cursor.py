@@ -108,8 +108,9 @@ class Cursor:
             if len(waiting) > self.lookahead:
                 raise RuntimeError(
                     f"the loader has ended with {len(waiting)} steps that had no backward pass, more than "
-                    f"lookahead={self.lookahead} explains: a batch was left out, so that those after it were weighed "
-                    "with another's weight. To leave a step out, call optimizer.skip_step() on every rank"
+                    f"lookahead={self.lookahead} explains. If a batch was left out, those after it were weighed with "
+                    "another's weight: call optimizer.skip_step() on every rank instead. If the wrapper reads further "
+                    "ahead, give a larger lookahead"
                 )
 
     def leave_to_others(self, ticket: StepTicket) -> None:
@@ -141,7 +142,8 @@ class Cursor:
             raise RuntimeError(
                 "backward() was called, but no step has been taken from this sampler's loader since the last "
                 "optimizer.step(): take one batch per optimizer step from a chronica_hvd.DataLoader with "
-                "batch_sampler=sampler, the sampler that was given to DistributedOptimizer"
+                "batch_sampler=sampler, the sampler that was given to DistributedOptimizer. (If the loss is another "
+                "optimizer's and has reached this one's parameters, freeze these meanwhile: requires_grad_(False))"
             )
         self._last = None
         current = self._current
@@ -292,6 +294,11 @@ class Cursor:
         return bool(self.open) and not any(step.reached for step in self.open)
 
     @property
+    def leaves_out(self) -> bool:
+        """Whether an update now would finish a step of which this rank's samples count, but were not worked on."""
+        return any(step.reached == 0 and not step.is_idle for step in self._closing())
+
+    @property
     def oldest(self) -> StepTicket | None:
         """The oldest open step."""
         return self.open[0].ticket if self.open else None
@@ -386,7 +393,7 @@ class Cursor:
             raise RuntimeError(
                 f"the loop was {self._ahead} steps ahead of the one trained on, and now is {ahead}: a step that was "
                 "taken had no backward pass, so that those after it get another's weight. To leave a step out, call "
-                "optimizer.skip_step() on every rank"
+                "optimizer.skip_step() on every rank; if the wrapper reads ahead unevenly, have it read evenly"
             )
         self._ahead = ahead if self._ahead is None else min(ahead, self._ahead)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 
 from chronica_hvd.progress import Progress
 from chronica_hvd.tickets import OpenStep, StepTicket
+from chronica_hvd.waiting import waits_for
 from chronica_hvd.world import World, horovod
 
 #: Of a tensor of torch's.
@@ -53,8 +55,9 @@ def compare_plans(world: World, name: str, standing: Standing, notes: Sequence[i
     ticket = standing.ticket
     # The upper half would not fit int64; 63 bits of a hash are as good as 64.
     held = (int(ticket.fingerprint, 16) >> 1, ticket.epoch, ticket.step, standing.finished, standing.data)
-    own = torch.tensor([[*held, standing.left_out, standing.idle, *notes]], dtype=torch.int64)
-    every = horovod().allgather(own, name=f"chronica.plan.{name}", process_set=world.process_set).tolist()
+    with _talking(f"the comparison of plans of step {ticket.step} of epoch {ticket.epoch}"):
+        own = torch.tensor([[*held, standing.left_out, standing.idle, *notes]], dtype=torch.int64)
+        every = horovod().allgather(own, name=f"chronica.plan.{name}", process_set=world.process_set).tolist()
     holders: dict[tuple[int, ...], list[int]] = {}
     for rank, row in enumerate(every):
         holders.setdefault(tuple(row[: len(held)]), []).append(rank)
@@ -94,7 +97,12 @@ def _difference(holders: dict[tuple[int, ...], list[int]]) -> str:
 
 
 def add_up(
-    world: World, number: int, plan: str | None, shape: torch.Size | None, sums: torch.Tensor | None
+    world: World,
+    number: int,
+    plan: str | None,
+    kind: bool | None,
+    shape: torch.Size | None,
+    sums: torch.Tensor | None,
 ) -> tuple[torch.Size | None, torch.Tensor | None]:
     """Return the shape of the values that the ranks hold, and their sums over all ranks.
 
@@ -108,6 +116,8 @@ def add_up(
         Which :class:`chronica_hvd.Mean` asks.
     plan
         Fingerprint of the plan that the values belong to; ``None``: not known, and not compared.
+    kind
+        Whether the values' amounts were given with them, rather than planned; ``None``: no value yet.
     shape
         Of a value.
     sums
@@ -116,22 +126,22 @@ def add_up(
     Raises
     ------
     RuntimeError, ValueError
-        On every rank alike: another number, plan or shape than on other ranks.
+        On every rank alike: another number, plan, kind or shape than on other ranks.
     """
     if world.size == 1:
         return shape, sums
     hvd = horovod()
-    header = torch.full((1, 3 + MOST_DIMENSIONS), -1, dtype=torch.int64)
-    header[0, 0] = number
-    if plan is not None:
-        header[0, 1] = int(plan, 16) >> 1
-    if shape is not None:
-        header[0, 2] = len(shape)
-        header[0, 3 : 3 + len(shape)] = torch.tensor(shape)
-    every = hvd.allgather(header, name="chronica.mean.header", process_set=world.process_set).tolist()
+    unknown = -1
+    header = [number, unknown if plan is None else int(plan, 16) >> 1, unknown if kind is None else int(kind)]
+    of_shape = [unknown] if shape is None else [len(shape), *shape]
+    of_shape += [unknown] * (1 + MOST_DIMENSIONS - len(of_shape))
+    with _talking("Mean.result()"):
+        own = torch.tensor([header + of_shape], dtype=torch.int64)
+        every = hvd.allgather(own, name="chronica.mean.header", process_set=world.process_set).tolist()
     numbers = {rank: row[0] for rank, row in enumerate(every)}
     plans = {rank: f"{2 * row[1]:016x}" for rank, row in enumerate(every) if row[1] >= 0}
-    shapes = {rank: tuple(row[3 : 3 + row[2]]) for rank, row in enumerate(every) if row[2] >= 0}
+    kinds = {rank: ("planned", "given")[row[2]] for rank, row in enumerate(every) if row[2] >= 0}
+    shapes = {rank: tuple(row[4 : 4 + row[3]]) for rank, row in enumerate(every) if row[3] >= 0}
     if len(set(numbers.values())) > 1:
         raise RuntimeError(
             "the ranks ask for the results of different Means; create them, and ask for their results, in the same "
@@ -142,13 +152,26 @@ def add_up(
             "the values that the ranks have added belong to different plans; give BatchSampler the same sizes, batch "
             f"size, cost, seed, epoch and options on every rank. Plan {_by_rank(plans)}"
         )
+    if len(set(kinds.values())) > 1:
+        raise ValueError(
+            f"all ranks must give an amount with every value, or none; amounts are {_by_rank(kinds)}, and would be "
+            "added up in different units"
+        )
     if len(set(shapes.values())) > 1:
         raise ValueError(f"the values must have one shape on all ranks, not {_by_rank(shapes)}")
     if not shapes:
         return None, None
     shape = torch.Size(next(iter(shapes.values())))
-    own = torch.zeros(shape.numel() + 1, dtype=torch.float64) if sums is None else sums
-    return shape, hvd.allreduce(own, op=hvd.Sum, name="chronica.mean", process_set=world.process_set)
+    with _talking("Mean.result()"):
+        summed = torch.zeros(shape.numel() + 1, dtype=torch.float64) if sums is None else sums.clone()
+        return shape, hvd.allreduce(summed, op=hvd.Sum, name="chronica.mean", process_set=world.process_set)
+
+
+@contextlib.contextmanager
+def _talking(what: str) -> Iterator[None]:
+    """Do what collectives need: say when they wait long, and use tensors that Horovod may write to at any time."""
+    with waits_for(what), torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _by_rank(held: dict[int, Any]) -> str:
@@ -221,23 +244,24 @@ def average_of_step(value: Any, step: OpenStep, world: World, name: str) -> Any:
 
 def _weighted_mean(values: list[torch.Tensor], step: OpenStep, world: World, name: str) -> torch.Tensor:
     """Return the mean over the ranks' micro-batches, by the weights of their gradients."""
-    result_dtype = functools.reduce(torch.promote_types, [single.dtype for single in values])
-    # Horovod cannot send bfloat16, and half precision would lose what averaging gains.
-    dtype = torch.promote_types(result_dtype, torch.float32)
-    own = torch.zeros(values[0].numel(), dtype=dtype, device=values[0].device)
-    for single, weight in zip(values, step.weights, strict=True):
-        if weight != 0.0:
-            own = own + single.to(own).reshape(-1) * weight
-    # Weights that were set in place of the planned ones add up to something else than these.
-    sums = torch.tensor([sum(step.weights), sum(step.ticket.weights)], dtype=dtype, device=own.device)
-    own = torch.cat([own, sums])
-    if world.size > 1:
-        hvd = horovod()
-        own = hvd.allreduce(own, op=hvd.Average, name=name, process_set=world.process_set)
-    mean, of_set, of_planned = own[:-2], own[-2], own[-1]
-    if step.ticket.divides_by_own:
-        mean = mean * torch.where((of_set == of_planned) | (of_set == 0.0), 1.0, 1.0 / of_set)
-    return mean.reshape(values[0].shape).to(result_dtype)
+    with _talking(f"{name} of step {step.ticket.step} of epoch {step.ticket.epoch}"):
+        result_dtype = functools.reduce(torch.promote_types, [single.dtype for single in values])
+        # Horovod cannot send bfloat16, and half precision would lose what averaging gains.
+        dtype = torch.promote_types(result_dtype, torch.float32)
+        own = torch.zeros(values[0].numel(), dtype=dtype, device=values[0].device)
+        for single, weight in zip(values, step.weights, strict=True):
+            if weight != 0.0:
+                own = own + single.to(own).reshape(-1) * weight
+        # Weights that were set in place of the planned ones add up to something else than these.
+        sums = torch.tensor([sum(step.weights), sum(step.ticket.weights)], dtype=dtype, device=own.device)
+        own = torch.cat([own, sums])
+        if world.size > 1:
+            hvd = horovod()
+            own = hvd.allreduce(own, op=hvd.Average, name=name, process_set=world.process_set)
+        mean, of_set, of_planned = own[:-2], own[-2], own[-1]
+        if step.ticket.divides_by_own:
+            mean = mean * torch.where((of_set == of_planned) | (of_set == 0.0), 1.0, 1.0 / of_set)
+        return mean.reshape(values[0].shape).to(result_dtype)
 
 
 def _refuse_other_number(values: list[torch.Tensor], step: OpenStep) -> None:

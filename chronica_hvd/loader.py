@@ -173,7 +173,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                     f"a micro-batch of step {ticket.step} was asked for, but those before it were not all taken: go "
                     "through every step to its end, one after the other"
                 )
-            self.batch_sampler.progress.hand_out(iteration, ticket, time.monotonic_ns() - asked_ns)
+            waited_ns = time.monotonic_ns() - asked_ns
+            is_training = torch.is_grad_enabled()
+            self.batch_sampler.progress.hand_out(iteration, ticket, waited_ns, is_training=is_training)
             yield batch
 
 

@@ -60,6 +60,7 @@ class Mean:
         self._amount = 0.0
         self._last: tuple[StepTicket, int] | None = None  # the micro-batch of the last value
         self._plans: set[str] = set()
+        self._are_amounts_given: bool | None = None
 
     def add(self, value: Any, amount: Any = None) -> None:
         """Add a value of the micro-batch at work. Nothing is communicated: ranks may differ in how often they add.
@@ -82,7 +83,8 @@ class Mean:
         TypeError
             ``value`` is neither a number nor a tensor, or ``amount`` is no number.
         ValueError
-            The shape is not that of the values before; ``amount`` is negative, or missing with ``loss_weight="sum"``.
+            The shape is not that of the values before; ``amount`` is negative, missing with ``loss_weight="sum"``, or
+            given where it was not before, or the other way round.
         RuntimeError
             No micro-batch is at work, or it has a value already.
         """
@@ -98,11 +100,18 @@ class Mean:
                 f"the values must have one shape: {tuple(self._sum.shape)} before, now {tuple(single.shape)}"
             )
         counted = _amount(step, place, amount)
+        is_given = self._are_amounts_given if step.ticket.is_filler else amount is not None
+        if self._are_amounts_given not in (None, is_given):
+            raise ValueError(
+                "all values of a Mean must be added with an amount, or none; this one is "
+                f"{'with' if is_given else 'without'} one, those before were not, and would count in other units"
+            )
         total = torch.zeros_like(single, dtype=torch.float64) if self._sum is None else self._sum
         # Never in place: values of torch.inference_mode() and others may follow one another.
         self._sum = total + single.to(total) * counted if counted > 0.0 else total
         self._amount += counted
         self._last = step.ticket, place
+        self._are_amounts_given = is_given
         self._plans.add(step.ticket.fingerprint)
 
     def result(self) -> Any:
@@ -118,7 +127,7 @@ class Mean:
         Raises
         ------
         ValueError
-            On every rank alike: the values' shapes differ between ranks.
+            On every rank alike: the values' shapes differ between ranks, or some have given amounts.
         RuntimeError
             On every rank alike: the ranks' plans differ, or they have not made their means in the same order. On this
             one: the sampler's ranks were given by hand and are not those that Horovod runs.
@@ -130,7 +139,7 @@ class Mean:
             sums = torch.cat([self._sum.reshape(-1).cpu(), torch.tensor([self._amount], dtype=torch.float64)])
         # Of several epochs, and so plans, the ranks may have added to different ones.
         plan = next(iter(self._plans)) if len(self._plans) == 1 else None
-        shape, sums = add_up(world, self._number, plan, shape, sums)
+        shape, sums = add_up(world, self._number, plan, self._are_amounts_given, shape, sums)
         if shape is None or sums is None:
             return math.nan
         # 0 ÷ 0 is NaN.

@@ -119,17 +119,17 @@ def DistributedOptimizer(  # noqa: N802 (it takes the place of hvd.DistributedOp
     number = next(_numbers)
     # Two optimizers' parameters may have the same names, which Horovod would take for the same tensors.
     named = [(f"{number}.{name}" if number else name, parameter) for name, parameter in names]
-    options["compression"] = Carrier(options.get("compression", hvd.Compression.none))
+    carrier = options["compression"] = Carrier(options.get("compression", hvd.Compression.none))
     wrapped = hvd.DistributedOptimizer(optimizer, named, **options)
     if sampler is None:
-        replace_methods(wrapped, None, None, str(number))
+        replace_methods(wrapped, None, None, carrier, str(number))
         return wrapped
     # The sampler may have been told its rank by hand; the plans are compared over the ranks that combine gradients.
     world = dataclasses.replace(sampler.world, process_set=options["process_set"])
     timing = Timing(_device(parameters))
     weigher = Weigher(sampler.progress, world, str(number), lookahead, passes, timing)
     weigher.watch(parameters, wrapped)
-    replace_methods(wrapped, weigher, timing, str(number))
+    replace_methods(wrapped, weigher, timing, carrier, str(number))
     return wrapped
 
 

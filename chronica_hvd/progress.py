@@ -9,6 +9,14 @@ from chronica_hvd.cursor import Cursor
 from chronica_hvd.tickets import OpenStep, StepTicket
 from chronica_hvd.timing import Timing
 
+#: Those whose last batch was taken as for training, should be weighed, and was not so far.
+_unweighed: weakref.WeakSet[Progress] = weakref.WeakSet()
+
+
+def is_unweighed() -> bool:
+    """Whether a batch was taken as for training that nobody has weighed."""
+    return bool(_unweighed)
+
 
 class Progress:
     """What the loop over a sampler's loader has taken; the sampler's link to its optimizers.
@@ -58,8 +66,10 @@ class Progress:
             cursor.begin(self._iteration)
         return self._iteration
 
-    def hand_out(self, iteration: int, ticket: StepTicket, data_wait_ns: int = 0) -> None:
+    def hand_out(self, iteration: int, ticket: StepTicket, data_wait_ns: int = 0, *, is_training: bool = False) -> None:
         """Note that the loop takes a step's next micro-batch, for which it waited so long.
+
+        ``is_training``: gradients may follow, as far as that can be told.
 
         Raises
         ------
@@ -79,6 +89,8 @@ class Progress:
             )
         if ticket is not self._handed_out:
             self._handed_out, self._number = ticket, next(self._numbers)
+            if not self._has_had_optimizer and is_training and any(weight != 1.0 for weight in ticket.weights):
+                _unweighed.add(self)
         for cursor in self._all():
             cursor.take(ticket, self._number, data_wait_ns)
 
@@ -145,6 +157,7 @@ class Progress:
 
     def _latest(self) -> Cursor:
         """Return the cursor of the optimizer that has got furthest; of several on one step, the first."""
+        _unweighed.discard(self)
         cursors = self._all()
         if len(cursors) == 1:
             return cursors[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,7 +17,7 @@ from chronica_hvd.cursor import Cursor
 from chronica_hvd.gather import Standing, compare_plans
 from chronica_hvd.passes import PassCount
 from chronica_hvd.progress import Progress
-from chronica_hvd.tickets import OpenStep
+from chronica_hvd.tickets import OpenStep, StepTicket
 from chronica_hvd.timing import Timing
 from chronica_hvd.world import World
 
@@ -87,7 +88,7 @@ class Weigher:
         with self._lock:
             self._refuse_graph()
             weight, step = self._cursor.work(backward_pass)
-            if step is not self._at_work or (step.reached != self._place and self._per_update > 1):
+            if step is not self._at_work or step.reached != self._place:
                 self._begin_micro_batch(step)
             if backward_pass not in self._followed:
                 self._followed.add(backward_pass)
@@ -101,7 +102,12 @@ class Weigher:
         return weight
 
     def _begin_micro_batch(self, step: OpenStep) -> None:
-        if self._count is not None:
+        if step is self._at_work and self._place and all(parameter.grad is None for parameter in self._parameters):
+            raise RuntimeError(
+                f"the gradients of the micro-batches before this one, of step {step.ticket.step}, are gone: call "
+                "zero_grad() once in a step, before the first of them"
+            )
+        if self._count is not None and (step is not self._at_work or self._per_update > 1):
             is_first = step is self._cursor.open[0] and step.reached == 1
             self._count.begin(step, is_first=is_first, is_anew=self._at_work is not None)
         self._at_work, self._place = step, step.reached
@@ -139,6 +145,14 @@ class Weigher:
                 raise RuntimeError(
                     "there are gradients, but none came through backward() in this step, so they are not weighed: use "
                     "loss.backward() rather than to set .grad, and to skip a step call zero_grad() before"
+                )
+            if self._cursor.leaves_out:
+                warnings.warn(
+                    "a step's samples are left out: it was taken from the loader and is finished without a backward "
+                    "pass that reached a parameter of this optimizer (parameters replaced after wrapping, or a copy of "
+                    "the model, are not its own). If that is meant, call optimizer.skip_step() in place of step()",
+                    UserWarning,
+                    stacklevel=2,
                 )
         self._cursor.end_unended_compute()
         if self._cursor.must_compare():
@@ -184,6 +198,11 @@ class Weigher:
     def is_step_open(self) -> bool:
         """Whether a step has begun that is not finished, by a backward pass or by taking its first micro-batch."""
         return self._at_work is not None or self._cursor.is_surely_begun
+
+    @property
+    def oldest(self) -> StepTicket | None:
+        """The oldest step that is not finished."""
+        return self._cursor.oldest
 
     @property
     def weight(self) -> float:

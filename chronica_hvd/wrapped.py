@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from chronica_hvd import checks
+from chronica_hvd.compression import Carrier
 from chronica_hvd.gather import average_of_step
 from chronica_hvd.passes import complete_groups
+from chronica_hvd.progress import is_unweighed
 from chronica_hvd.tickets import OpenStep, StepTicket
 from chronica_hvd.timing import Timing
+from chronica_hvd.waiting import waits_for
 from chronica_hvd.weigh import Weigher
 from chronica_hvd.world import World
 
@@ -18,7 +24,9 @@ from chronica_hvd.world import World
 _UNWEIGHED = OpenStep(StepTicket(0, 0, (1.0,), ""))
 
 
-def replace_methods(optimizer: Any, weigher: Weigher | None, timing: Timing | None, name: str) -> None:
+def replace_methods(
+    optimizer: Any, weigher: Weigher | None, timing: Timing | None, carrier: Carrier, name: str
+) -> None:
     """Give Horovod's optimizer our methods; ``name`` is part of its collectives' names.
 
     Horovod makes a class for each object; subclassing that recurses for ever (it calls super(self.__class__, self)), so
@@ -27,14 +35,26 @@ def replace_methods(optimizer: Any, weigher: Weigher | None, timing: Timing | No
     horovods = type(optimizer)
     inner: Any = horovods.__mro__[1]  # the class of the torch optimizer
     horovods_synchronize, horovods_step = horovods.synchronize, horovods.step
+    horovods_load_state_dict = horovods.load_state_dict
+
+    def at_work() -> str:
+        ticket = None if weigher is None else weigher.oldest
+        return "no step being open" if ticket is None else f"in step {ticket.step} of epoch {ticket.epoch}"
 
     def combine(self: Any, is_given_up: bool = False) -> None:
         """Combine the gradients over the ranks; the step remains open."""
         if weigher is not None:
             parameters = [parameter for group in self.param_groups for parameter in group["params"]]
             weigher.begin_synchronize(parameters, is_given_up=is_given_up)
+        elif is_unweighed():
+            _warn_of_no_sampler()
+        if not is_given_up:
+            carrier.refuse_changed()
+        _find_forgotten(self, is_given_up)
         complete_groups(self)
-        horovods_synchronize(self)
+        with waits_for(f"synchronize() or step(), {at_work()}"):
+            horovods_synchronize(self)
+        carrier.forget()
         if weigher is not None:
             weigher.end_synchronize()
 
@@ -62,6 +82,11 @@ def replace_methods(optimizer: Any, weigher: Weigher | None, timing: Timing | No
         optimizers that decide by the loss, like LBFGS, decide alike on all ranks.
         """
         if closure is None:
+            if weigher is not None and weigher.oldest is None and self._should_synchronize and not self._synchronized:
+                raise RuntimeError(
+                    "optimizer.step() was called, but no step has been taken from this sampler's loader since the last "
+                    "update or skip_step(): it would make that update again, or go on by momentum alone"
+                )
             return horovods_step(self)
         if not callable(closure):
             raise TypeError(f"closure must be a function that returns the loss, or None, not {closure!r}")
@@ -97,6 +122,15 @@ def replace_methods(optimizer: Any, weigher: Weigher | None, timing: Timing | No
             )
         inner.zero_grad(self, set_to_none)
 
+    def load_state_dict(self: Any, *arguments: Any, **named: Any) -> None:
+        """Load a state: as ``torch.optim.Optimizer.load_state_dict``."""
+        if self._handles:
+            raise RuntimeError(
+                "load_state_dict() was called after backward() but before step() or synchronize(), while gradients are "
+                "on their way. Make the step first; or give it up, on every rank, by optimizer.skip_step()"
+            )
+        horovods_load_state_dict(self, *arguments, **named)
+
     def skip_step(self: Any) -> None:
         """Give the step at work up: its gradients are dropped, and no update is made. On every rank, or on none."""
         finish(self, is_given_up=True)
@@ -119,8 +153,32 @@ def replace_methods(optimizer: Any, weigher: Weigher | None, timing: Timing | No
             )
         return bool(self.__dict__.get("_step_supports_amp_scaling", False))
 
-    for method in (synchronize, step, zero_grad, skip_step, set_weight):
+    for method in (synchronize, step, zero_grad, load_state_dict, skip_step, set_weight):
         setattr(horovods, method.__name__, method)
     horovods.weight = property(lambda _: 1.0 if weigher is None else weigher.weight)
     horovods._step_supports_amp_scaling = property(supports_amp_scaling)
     horovods.timing = property(lambda _: timing)
+
+
+def _find_forgotten(optimizer: Any, is_given_up: bool) -> None:
+    """Raise a RuntimeError if a gradient that is on its way was forgotten; of a step that is given up, make it anew."""
+    for key in optimizer._handles:
+        for parameter in key if isinstance(key, tuple) else (key,):
+            if parameter.grad is None:
+                if not is_given_up:
+                    raise RuntimeError(
+                        "gradients were set to None after backward() and before step() or synchronize(), while they "
+                        "were on their way, by model.zero_grad() say: call zero_grad() before the step's first "
+                        "backward(); to give the step up, on every rank, call optimizer.skip_step()"
+                    )
+                parameter.grad = torch.zeros_like(parameter)
+
+
+def _warn_of_no_sampler() -> None:
+    warnings.warn(
+        "batches of a chronica_hvd.BatchSampler are trained on by an optimizer that does not know it, so their "
+        "gradients are not weighed: DistributedOptimizer(..., sampler=sampler). If the loss is weighed by hand, ask "
+        "for sampler.weight in every step; if the loop evaluates, put it under torch.no_grad()",
+        UserWarning,
+        stacklevel=2,
+    )

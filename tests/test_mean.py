@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import lognormal, recut_sampler
+from inprocess import run_ranks
 
 import chronica_hvd as chronica
 
@@ -364,3 +365,32 @@ def test_outside_of_a_loop() -> None:
 def test_it_needs_a_sampler() -> None:
     with pytest.raises(TypeError, match=r"Mean needs the sampler .* not None of type NoneType"):
         chronica.Mean(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_first_given", [False, True])
+def test_amounts_are_given_always_or_never(is_first_given: bool) -> None:
+    sampler = chronica.BatchSampler([1, 2, 3], 1, num_replicas=1, rank=0)
+    mean = chronica.Mean(sampler)
+    batches = iter(chronica.DataLoader(range(3), batch_sampler=sampler))
+    next(batches)
+    mean.add(4.0, amount=5.0 if is_first_given else None)
+    next(batches)
+    with pytest.raises(ValueError, match=r"with an amount, or none; this one is with(out)? one"):
+        mean.add(100.0, amount=None if is_first_given else 5.0)
+    assert mean.result() == 4.0
+    mean.reset()
+    mean.add(3.0, amount=None if is_first_given else 5.0)
+    assert mean.result() == 3.0
+
+
+def test_ranks_that_give_amounts_and_others_that_do_not_are_all_told() -> None:
+    def error_of(rank: int) -> str:
+        sampler = chronica.BatchSampler([1, 2], 1)
+        mean = chronica.Mean(sampler)
+        next(iter(chronica.DataLoader(range(2), batch_sampler=sampler)))
+        mean.add(1.0, amount=5.0 if rank else None)
+        with pytest.raises(ValueError, match="amounts are planned on rank 0, given on rank 1") as raised:
+            mean.result()
+        return str(raised.value)
+
+    assert len(set(run_ranks(2, error_of))) == 1

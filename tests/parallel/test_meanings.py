@@ -89,6 +89,21 @@ def test_steps_that_all_ranks_skip_leave_the_others_their_weights(ranks: int, mo
 
 
 @each_size
+def test_an_optimizer_that_does_not_know_the_sampler_is_warned_of(ranks: int, launched: Any) -> None:
+    for rank in range(ranks):
+        unweighed, weighed = launched(ranks).json(rank)["forgotten_sampler"]
+        assert ranks == 1 or "by an optimizer that does not know it" in unweighed  # alone, all weights are 1
+        assert ranks == 1 or "DistributedOptimizer(..., sampler=sampler)" in unweighed
+        assert weighed == ""
+
+
+@each_size
+def test_averages_work_in_inference_mode(ranks: int, launched: Any) -> None:
+    for rank in range(ranks):
+        assert launched(ranks).json(rank)["inference_mode"] == pytest.approx([1.0] * 3, rel=1e-15)
+
+
+@each_size
 def test_autograd_grad_is_not_weighed(ranks: int, launched: Any) -> None:
     results = [launched(ranks).json(rank)["autograd_grad"] for rank in range(ranks)]
     assert all(result["equal"] and result["untouched"] for result in results), results

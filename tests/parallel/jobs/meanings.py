@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -122,7 +124,10 @@ def skips(run: Run) -> list[float]:
             continue
         batches = list(step) if number % 4 == 2 else step
         if number % 4 == 2:
-            run.optimizer.synchronize() if number < 8 else run.optimizer.step()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                run.optimizer.synchronize() if number < 8 else run.optimizer.step()
+            assert "a step's samples are left out" in str(caught[0].message)
             continue
         total = 0.0
         for batch in batches:
@@ -154,6 +159,30 @@ def without_sampler(options: dict[str, Any], name: str) -> dict[str, Any]:
     return {"error": max(relative_errors(*trained).values()), "weights": sorted(weights)}
 
 
+def forgotten_sampler(run: Run) -> list[str]:
+    """Train a step by an optimizer without the sampler, then by weights of one's own; return what is warned of."""
+    optimizer = chronica_hvd.DistributedOptimizer(sgd(run.case, run.model))
+    messages = []
+    for is_weighed, batch in enumerate(itertools.islice(run.loader, 2)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            (run.loss(batch) * (run.sampler.weight if is_weighed else 1.0)).backward()
+            optimizer.step()
+        messages.append(" ".join(str(one.message) for one in caught))
+    return messages
+
+
+def averages_without_gradients(run: Run) -> list[float]:
+    """Average in inference mode, numbers and tensors."""
+    with torch.inference_mode():
+        mean = chronica_hvd.Mean(run.sampler)
+        for batch in run.loader:
+            value = chronica_hvd.average(1.0, run.sampler)
+            tensor = chronica_hvd.average(batch[1].mean() * 0 + 1.0, run.sampler)
+            mean.add(1.0)
+        return [value, float(tensor), mean.result()]
+
+
 WITHOUT_SAMPLER: dict[str, dict[str, Any]] = {
     "defaults": {},
     "sum": {"op": hvd.Sum},
@@ -174,6 +203,8 @@ def main() -> None:
             Run(micro_batched(ranks, "micro_evaluation"), with_optimizer=False)
         ),
         "skips": {str(most): skips(Run(skipping(ranks, most))) for most in (1, 3)},
+        "forgotten_sampler": forgotten_sampler(Run(base(ranks, "forgotten_sampler"), with_optimizer=False)),
+        "inference_mode": averages_without_gradients(Run(base(ranks, "inference_mode"), with_optimizer=False)),
         "autograd_grad": autograd_grad(Run(base(ranks, "autograd_grad"))),
         "without_sampler": {name: without_sampler(options, name) for name, options in WITHOUT_SAMPLER.items()},
     }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -142,6 +144,48 @@ def scaler_without_synchronize(run: Run) -> None:
         run.optimizer.skip_step()
 
 
+def clipped_before_synchronize(run: Run) -> None:
+    run.loss(next(iter(run.loader))).backward()
+    torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1e-3)
+    try:
+        run.optimizer.step()
+    finally:
+        run.optimizer.skip_step()
+
+
+def gradients_of_the_model_forgotten(run: Run) -> None:
+    run.loss(next(iter(run.loader))).backward()
+    run.model.zero_grad()
+    try:
+        run.optimizer.step()
+    finally:
+        run.optimizer.skip_step()
+
+
+def state_loaded_in_the_middle_of_a_step(run: Run) -> None:
+    run.loss(next(iter(run.loader))).backward()
+    try:
+        run.optimizer.load_state_dict(run.optimizer.state_dict())
+    finally:
+        run.optimizer.skip_step()
+
+
+def update_without_a_step(run: Run) -> None:
+    run.optimizer.step()
+
+
+def left_out_by_all(run: Run) -> None:
+    """Train on a copy of the model, whose gradients nobody sends."""
+    own = run.model
+    run.model = copy.deepcopy(own)
+    run.loss(next(iter(run.loader))).backward()
+    try:
+        run.optimizer.step()
+    finally:
+        run.model = own
+        run.optimizer.skip_step()
+
+
 def amount_after_backward(run: Run) -> None:
     run.loss(next(iter(run.loader))).backward()
     try:
@@ -259,7 +303,7 @@ def gradients_set_by_hand(run: Run) -> None:
     try:
         run.optimizer.step()
     finally:
-        forget(run)
+        run.optimizer.skip_step()
 
 
 def micro_batch_without_backward(run: Run) -> None:
@@ -284,7 +328,7 @@ def update_before_the_last_is_taken(run: Run) -> None:
     try:
         run.optimizer.step()
     finally:
-        forget(run)
+        run.optimizer.skip_step()
 
 
 def update_after_every_micro_batch(run: Run) -> None:
@@ -294,7 +338,7 @@ def update_after_every_micro_batch(run: Run) -> None:
             run.loss(batch).backward()
             run.optimizer.step()
     finally:
-        forget(run)
+        run.optimizer.skip_step()
 
 
 def synchronize_before_the_last_backward(run: Run) -> None:
@@ -305,7 +349,7 @@ def synchronize_before_the_last_backward(run: Run) -> None:
     try:
         run.optimizer.synchronize()
     finally:
-        forget(run)
+        run.optimizer.skip_step()
 
 
 def next_step_without_update(run: Run) -> None:
@@ -337,7 +381,7 @@ def one_pass_too_many_while_reading_ahead(run: Run) -> None:
     try:
         loss.backward()
     finally:
-        forget(run)
+        run.optimizer.skip_step()
 
 
 def rest_of_a_step_given_up(run: Run) -> None:
@@ -345,6 +389,15 @@ def rest_of_a_step_given_up(run: Run) -> None:
     run.loss(next(step)).backward()
     run.optimizer.skip_step()
     next(step)
+
+
+def gradients_forgotten_between_micro_batches(run: Run) -> None:
+    try:
+        for batch in next(run.loader.steps()):
+            run.model.zero_grad()
+            run.loss(batch).backward()
+    finally:
+        run.optimizer.skip_step()
 
 
 def average_in_the_middle_of_a_step(run: Run) -> None:
@@ -368,11 +421,6 @@ def average_of_shapes(run: Run) -> None:
     for _ in next(run.loader.steps()):
         pass
     chronica_hvd.average([torch.ones(number) for number in range(3)], run.sampler)
-
-
-def forget(run: Run) -> None:
-    """Let Horovod forget the step that is under way."""
-    run.optimizer.load_state_dict(run.optimizer.state_dict())
 
 
 def release(run: Run) -> None:
@@ -405,6 +453,11 @@ MISTAKES = [
     gradients_with_a_graph,
     gradients_forgotten_on_their_way,
     scaler_without_synchronize,
+    clipped_before_synchronize,
+    gradients_of_the_model_forgotten,
+    state_loaded_in_the_middle_of_a_step,
+    update_without_a_step,
+    left_out_by_all,
     amount_after_backward,
     amount_before_any_batch,
     amounts_from_the_second_step_on,
@@ -441,6 +494,7 @@ WITH_MICRO_BATCHES = [
     step_gone_through_twice,
     one_pass_too_many_while_reading_ahead,
     rest_of_a_step_given_up,
+    gradients_forgotten_between_micro_batches,
     average_in_the_middle_of_a_step,
     average_of_too_few_values,
     average_of_one_value,
@@ -502,7 +556,9 @@ def left_out_alone(run: Run, is_alone: bool) -> tuple[Error, bool]:
         run.optimizer.zero_grad()
         if not (is_alone and step == 2):
             run.loss(batch, is_filler=run.sampler.weight == 0.0).backward()
-        run.optimizer.step()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "a step's samples are left out")
+            run.optimizer.step()
     run.sampler.set_epoch(1)
     run.optimizer.zero_grad()
     return different(run, lambda run: run.optimizer.step())
