@@ -39,7 +39,7 @@ def replace_methods(
 
     def at_work() -> str:
         ticket = None if weigher is None else weigher.oldest
-        return "no step being open" if ticket is None else f"in step {ticket.step} of epoch {ticket.epoch}"
+        return "" if ticket is None else f" of step {ticket.step} of epoch {ticket.epoch}"
 
     def combine(self: Any, is_given_up: bool = False) -> None:
         """Combine the gradients over the ranks; the step remains open."""
@@ -52,7 +52,7 @@ def replace_methods(
             carrier.refuse_changed()
         _find_forgotten(self, is_given_up)
         complete_groups(self)
-        with waits_for(f"synchronize() or step(), {at_work()}"):
+        with waits_for(f"synchronize() or step(){at_work()}"):
             horovods_synchronize(self)
         carrier.forget()
         if weigher is not None:
