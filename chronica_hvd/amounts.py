@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -47,8 +48,9 @@ class TrueAmounts:
         if not self.is_agreed or self._handle is not None:
             return
         hvd = horovod()
-        first = next(iter(parameters))
-        own = torch.full((1,), sum(weights), dtype=torch.promote_types(first.dtype, torch.float32), device=first.device)
+        held = list(parameters)
+        dtype = functools.reduce(torch.promote_types, [parameter.dtype for parameter in held], torch.float32)
+        own = torch.full((1,), sum(weights), dtype=dtype, device=held[0].device)
         optimizer = self._optimizer
         divide = optimizer.gradient_predivide_factor if optimizer.op == hvd.Average else 1.0
         self._handle = hvd.allreduce_async(
@@ -59,6 +61,12 @@ class TrueAmounts:
             postscale_factor=divide,
             process_set=self._world.process_set,
         )
+
+    def forget(self) -> None:
+        """Take no notice of a sum that was sent for a step that has been given up."""
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            horovod().synchronize(handle)
 
     def correct(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Divide the combined gradients by the true loss weight, if it was sent."""

@@ -1,4 +1,4 @@
-"""Cause: why a model's planned step is not exact, from what it does with a few samples alone and in pairs."""
+"""Report: why a model's planned step is not exact, from what it does with a few samples alone and in pairs."""
 
 from __future__ import annotations
 

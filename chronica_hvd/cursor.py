@@ -75,6 +75,7 @@ class Cursor:
         for step in self.open:
             self._count(step)
         self.open.clear()
+        self._current, self._last, self._is_repeating = None, None, False
         self._iteration = iteration
         self._has_ended = False
         self.begun = None
@@ -279,8 +280,8 @@ class Cursor:
 
     @property
     def is_surely_begun(self) -> bool:
-        """Whether a step is open that the loop has turned to; where a wrapper reads ahead that cannot be told."""
-        return bool(self.open) and not self.lookahead
+        """Whether a step is open that the loop has turned to since the last one was finished."""
+        return bool(self.open) and (not self.lookahead or self._last is None)
 
     @property
     def closing_weights(self) -> tuple[float, ...] | None:

@@ -1,4 +1,4 @@
-"""Denominator: what a loss divides by, from the losses of single samples and of pairs."""
+"""Report: what a loss divides by, from the losses of single samples and of pairs."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class LossWeights:
     @classmethod
     def of(cls, sampler: BatchSampler) -> LossWeights:
         """Return what a sampler was told."""
-        workload, option = sampler._planner.workload, sampler._planner.options.loss_weight
-        sizes = workload.sizes.astype(np.float64)
-        weights = np.ones_like(sizes) if workload.loss_weights is None else workload.loss_weights
-        return cls(repr(option) if isinstance(option, str) else "the array that was given", sizes, weights)
+        sizes, given = sampler.sizes.astype(np.float64), sampler.loss_weight
+        if not isinstance(given, str):
+            return cls("the array that was given", sizes, given)
+        return cls(repr(given), sizes, sizes if given == "sizes" else np.ones_like(sizes))
 
     @property
     def is_sum(self) -> bool:

@@ -1,4 +1,4 @@
-"""Finding: why a model's planned step is not exact, in words."""
+"""Report: why a model's planned step is not exact, in words."""
 
 from __future__ import annotations
 

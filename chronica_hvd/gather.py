@@ -232,7 +232,7 @@ def average(value: Any, sampler: _Sampler) -> Any:
     world = horovods_world(sampler.world)
     if world.size > 1 and sampler.progress.must_compare():
         compare_plans(world, "average", Standing(step.ticket, sampler.progress.data))
-    return _as_given(value, _weighted_mean(values, step, world, "chronica.average"))
+    return average_of_step(value, step, world, "chronica.average")
 
 
 def average_of_step(value: Any, step: OpenStep, world: World, name: str) -> Any:

@@ -8,7 +8,6 @@ import inspect
 import itertools
 import multiprocessing
 import time
-import warnings
 from collections.abc import Iterator, Sized
 from multiprocessing.context import BaseContext
 from typing import Any
@@ -19,6 +18,7 @@ import torch.utils.data
 from chronica_hvd import checks
 from chronica_hvd.sampler import BatchSampler
 from chronica_hvd.tickets import StepTicket
+from chronica_hvd.user_warning import warn
 
 #: What torch's loader asks to make batches itself, and what says that it need not.
 _OF_THE_SAMPLER = {"batch_size": (1,), "shuffle": (None, False), "sampler": (None,), "drop_last": (False,)}
@@ -137,11 +137,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """
         sampler = self.batch_sampler
         if sampler.draws_anew and sampler.progress.would_repeat(sampler.epoch):
-            warnings.warn(
+            warn(
                 f"epoch {sampler.epoch} is trained on once more, with the same batches in the same order: call "
-                "sampler.set_epoch(epoch) before each epoch",
-                UserWarning,
-                stacklevel=2,
+                "sampler.set_epoch(epoch) before each epoch"
             )
         # The batches and what is said of them come from one plan: set_epoch() in the middle changes neither.
         return self._steps(enumerate(super().__iter__()), sampler.tickets(), sampler.epoch)

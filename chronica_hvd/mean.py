@@ -59,7 +59,8 @@ class Mean:
         self._sum: torch.Tensor | None = None  # of value · amount; None: no value yet
         self._amount = 0.0
         self._last: tuple[StepTicket, int] | None = None  # the micro-batch of the last value
-        self._plans: set[str] = set()
+        self._plan: str | None = None  # of the values; of several epochs, and so plans, the last value's
+        self._has_several_plans = False
         self._are_amounts_given: bool | None = None
 
     def add(self, value: Any, amount: Any = None) -> None:
@@ -112,7 +113,8 @@ class Mean:
         self._amount += counted
         self._last = step.ticket, place
         self._are_amounts_given = is_given
-        self._plans.add(step.ticket.fingerprint)
+        self._has_several_plans |= self._plan not in (None, step.ticket.fingerprint)
+        self._plan = step.ticket.fingerprint
 
     def result(self) -> Any:
         """Return the mean of all values that any rank has added so far; NaN where nothing counted.
@@ -137,8 +139,8 @@ class Mean:
         if self._sum is not None:
             shape = self._sum.shape
             sums = torch.cat([self._sum.reshape(-1).cpu(), torch.tensor([self._amount], dtype=torch.float64)])
-        # Of several epochs, and so plans, the ranks may have added to different ones.
-        plan = next(iter(self._plans)) if len(self._plans) == 1 else None
+        # Of several plans the ranks may have added to different ones.
+        plan = None if self._has_several_plans else self._plan
         shape, sums = add_up(world, self._number, plan, self._are_amounts_given, shape, sums)
         if shape is None or sums is None:
             return math.nan

@@ -26,11 +26,6 @@ class PassCount:
         self._steps = 0  # begun in this update
         self._of_each = 1  # passes of each micro-batch
 
-    @property
-    def is_of_steps(self) -> bool:
-        """Whether the first pass of a step says all; else the first of every micro-batch must."""
-        return self._per_update == 1
-
     def begin(self, step: OpenStep, *, is_first: bool, is_anew: bool) -> None:
         """Note that a micro-batch's first backward pass begins, before any gradient of it is accumulated.
 
@@ -49,7 +44,7 @@ class PassCount:
             self._steps += place == 0
             later = max(0, self._per_update - self._steps * self._of_each)
             expected = (step.micro_batches - place) * self._of_each + later
-        if is_anew or not self.is_of_steps or optimizer.backward_passes_per_step != expected:
+        if is_anew or self._per_update > 1 or optimizer.backward_passes_per_step != expected:
             optimizer.set_backward_passes_per_step(expected)
 
 

@@ -1,4 +1,4 @@
-"""Probe: calls a user's step function again and again from the same state, and watches the modules it runs."""
+"""Report: calls a user's step function again and again from the same state, and watches the modules it runs."""
 
 from __future__ import annotations
 

@@ -128,6 +128,7 @@ class Progress:
     @property
     def weight(self) -> float:
         """The factor of the micro-batch at work; a RuntimeError as :meth:`latest`."""
+        _unweighed.discard(self)
         return self._latest().weight
 
     def last_begun(self) -> StepTicket | None:
@@ -157,7 +158,6 @@ class Progress:
 
     def _latest(self) -> Cursor:
         """Return the cursor of the optimizer that has got furthest; of several on one step, the first."""
-        _unweighed.discard(self)
         cursors = self._all()
         if len(cursors) == 1:
             return cursors[0]

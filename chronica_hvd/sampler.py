@@ -145,6 +145,17 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
         return self._planner.options.shuffle and self._planner.workload.indices is None
 
     @property
+    def sizes(self) -> NDArray[Any]:
+        """(samples,) as given."""
+        return self._planner.workload.sizes
+
+    @property
+    def loss_weight(self) -> str | NDArray[np.float64]:
+        """What a sample counts in the loss, as given: (samples,) or a word."""
+        given, weights = self._planner.options.loss_weight, self._planner.workload.loss_weights
+        return given if isinstance(given, str) or weights is None else weights
+
+    @property
     def samples(self) -> int:
         """Number of samples of the data set."""
         return int(self._planner.workload.sizes.size)

@@ -1,4 +1,4 @@
-"""Weigh: the proof, on the user's own model, that a planned step gives the gradient of the same global batch."""
+"""Report: the proof, on the user's own model, that a planned step gives the gradient of the same global batch."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import threading
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,6 +18,7 @@ from chronica_hvd.passes import PassCount
 from chronica_hvd.progress import Progress
 from chronica_hvd.tickets import OpenStep, StepTicket
 from chronica_hvd.timing import Timing
+from chronica_hvd.user_warning import warn
 from chronica_hvd.world import World
 
 #: Marks a parameter's gradient accumulator as weighed; it lives as long as the optimizer that marked it.
@@ -102,6 +102,13 @@ class Weigher:
         return weight
 
     def _begin_micro_batch(self, step: OpenStep) -> None:
+        if (
+            step is not self._at_work
+            and self._at_work is not None
+            and self._per_update == 1
+            and self._amounts is not None
+        ):
+            self._amounts.forget()
         if step is self._at_work and self._place and all(parameter.grad is None for parameter in self._parameters):
             raise RuntimeError(
                 f"the gradients of the micro-batches before this one, of step {step.ticket.step}, are gone: call "
@@ -147,12 +154,10 @@ class Weigher:
                     "loss.backward() rather than to set .grad, and to skip a step call zero_grad() before"
                 )
             if self._cursor.leaves_out:
-                warnings.warn(
+                warn(
                     "a step's samples are left out: it was taken from the loader and is finished without a backward "
                     "pass that reached a parameter of this optimizer (parameters replaced after wrapping, or a copy of "
-                    "the model, are not its own). If that is meant, call optimizer.skip_step() in place of step()",
-                    UserWarning,
-                    stacklevel=2,
+                    "the model, are not its own). If that is meant, call optimizer.skip_step() in place of step()"
                 )
         self._cursor.end_unended_compute()
         if self._cursor.must_compare():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from chronica_hvd.passes import complete_groups
 from chronica_hvd.progress import is_unweighed
 from chronica_hvd.tickets import OpenStep, StepTicket
 from chronica_hvd.timing import Timing
+from chronica_hvd.user_warning import warn
 from chronica_hvd.waiting import waits_for
 from chronica_hvd.weigh import Weigher
 from chronica_hvd.world import World
@@ -43,20 +43,29 @@ def replace_methods(
 
     def combine(self: Any, is_given_up: bool = False) -> None:
         """Combine the gradients over the ranks; the step remains open."""
+        if not is_given_up:
+            carrier.refuse_changed()
+        _find_forgotten(self, is_given_up)
         if weigher is not None:
             parameters = [parameter for group in self.param_groups for parameter in group["params"]]
             weigher.begin_synchronize(parameters, is_given_up=is_given_up)
         elif is_unweighed():
-            _warn_of_no_sampler()
-        if not is_given_up:
-            carrier.refuse_changed()
-        _find_forgotten(self, is_given_up)
+            warn(
+                "batches of a chronica_hvd.BatchSampler are trained on by an optimizer that does not know it, so their "
+                "gradients are not weighed: DistributedOptimizer(..., sampler=sampler). If the loss is weighed by "
+                "hand, ask for sampler.weight in every step; if the loop evaluates, put it under torch.no_grad()"
+            )
         complete_groups(self)
+        wait(self)
+
+    def wait(self: Any) -> None:
         with waits_for(f"synchronize() or step(){at_work()}"):
-            horovods_synchronize(self)
-        carrier.forget()
-        if weigher is not None:
-            weigher.end_synchronize()
+            try:
+                horovods_synchronize(self)
+            finally:
+                carrier.forget()
+            if weigher is not None:
+                weigher.end_synchronize()
 
     def finish(self: Any, is_given_up: bool = False) -> None:
         begin = time.monotonic_ns()
@@ -71,7 +80,7 @@ def replace_methods(
         if not self._synchronized or (weigher is not None and weigher.is_step_open):
             finish(self)
         else:
-            horovods_synchronize(self)
+            wait(self)
 
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         """Combine the gradients and make the update.
@@ -115,20 +124,12 @@ def replace_methods(
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         """Forget the gradients: as ``torch.optim.Optimizer.zero_grad``."""
         checks.boolean("set_to_none", set_to_none)
-        if self._handles:
-            raise RuntimeError(
-                "zero_grad() was called after backward() but before step() or synchronize(), while gradients are on "
-                "their way. Make the step first; or give it up, on every rank, by optimizer.skip_step()"
-            )
+        _refuse_on_their_way(self, "zero_grad()")
         inner.zero_grad(self, set_to_none)
 
     def load_state_dict(self: Any, *arguments: Any, **named: Any) -> None:
         """Load a state: as ``torch.optim.Optimizer.load_state_dict``."""
-        if self._handles:
-            raise RuntimeError(
-                "load_state_dict() was called after backward() but before step() or synchronize(), while gradients are "
-                "on their way. Make the step first; or give it up, on every rank, by optimizer.skip_step()"
-            )
+        _refuse_on_their_way(self, "load_state_dict()")
         horovods_load_state_dict(self, *arguments, **named)
 
     def skip_step(self: Any) -> None:
@@ -174,11 +175,9 @@ def _find_forgotten(optimizer: Any, is_given_up: bool) -> None:
                 parameter.grad = torch.zeros_like(parameter)
 
 
-def _warn_of_no_sampler() -> None:
-    warnings.warn(
-        "batches of a chronica_hvd.BatchSampler are trained on by an optimizer that does not know it, so their "
-        "gradients are not weighed: DistributedOptimizer(..., sampler=sampler). If the loss is weighed by hand, ask "
-        "for sampler.weight in every step; if the loop evaluates, put it under torch.no_grad()",
-        UserWarning,
-        stacklevel=2,
-    )
+def _refuse_on_their_way(optimizer: Any, what: str) -> None:
+    if optimizer._handles:
+        raise RuntimeError(
+            f"{what} was called after backward() but before step() or synchronize(), while gradients are on their way. "
+            "Make the step first; or give it up, on every rank, by optimizer.skip_step()"
+        )
