@@ -8,7 +8,7 @@ from typing import Any
 
 from chronica_hvd import checks
 from chronica_hvd.gather import average_of_step
-from chronica_hvd.passes import complete_groups
+from chronica_hvd.passes import complete_groups, fill_other_layouts
 from chronica_hvd.tickets import OpenStep, StepTicket
 from chronica_hvd.timing import Timing
 from chronica_hvd.weigh import Weigher
@@ -33,6 +33,7 @@ def replace_methods(optimizer: Any, weigher: Weigher | None, timing: Timing | No
         if weigher is not None:
             parameters = [parameter for group in self.param_groups for parameter in group["params"]]
             weigher.begin_synchronize(parameters, is_given_up=is_given_up)
+        fill_other_layouts(self)
         complete_groups(self)
         horovods_synchronize(self)
         if weigher is not None:

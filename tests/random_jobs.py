@@ -56,6 +56,7 @@ class Job:
         if self.is_rounded:
             return 0.0  # what half precision loses in one step must not add up, so that it can be bounded
         scale = self.ranks if self.optimizer["op"] == "Sum" else 1
+        scale *= max(1, len(self.sizes) // (16 * self.ranks * self.batch_size))  # long training magnifies most
         return 0.01 / (scale * (self.batch_size if self.loss_weight == "sum" else 1))
 
     @property
@@ -104,36 +105,36 @@ def random_job(number: int, ranks: int | None = None) -> Job:
     """Return the job of this number, for so many ranks or for any number from 1 to 5."""
     choices = Choices(number, ranks or 0)
     given_ranks = ranks
-    ranks = ranks or choices.of([1, 2, 2, 3, 3, 4, 5])
-    batch_size = choices.integer(1, 5)
+    ranks = ranks or choices.of([1, 2, 2, 3, 3, 3, 4, 5])
+    batch_size = choices.of([1, 2, 3, 4, 6, 8])
     model = choices.of(["dense", "gated", "bag", "sparse", "image"])
     optimizer = optimizer_options(choices, model)
     passes = optimizer.get("backward_passes_per_step", 1)
-    loop = choices.of(["plain", "steps", "steps", "ahead", "steps_ahead"])
+    loop = choices.of(["plain", "plain", "steps", "steps", "steps", "ahead", "steps_ahead"])
     is_ahead = "ahead" in loop
     if is_ahead:
         optimizer["lookahead"] = 1
-    losses = passes if passes > 1 and not is_ahead and choices.chance(0.4) else 1
-    is_long = choices.chance(0.06)  # two blocks of 64 steps
+    losses = passes if passes > 1 and not is_ahead and choices.chance(0.5) else 1
+    is_long = choices.chance(0.08)  # two blocks of 64 steps
     epochs = 1 if is_long else choices.integer(1, 2)
-    steps = 65 if is_long else choices.integer(1, 8)
-    samples = _samples(choices, ranks, batch_size, steps)
+    steps = 65 if is_long else choices.integer(min(passes, 2), 8)
+    samples = _samples(choices, ranks, batch_size, steps, often_few=passes > 1)
     seed = choices.integer(0, 2**16)
-    sizes = drawn_sizes(np.random.default_rng(seed), choices.of(["heavy", "heavy", "equal", "zeros"]), samples)
+    sizes = drawn_sizes(np.random.default_rng(seed), choices.of(["heavy", "heavy", "heavy", "equal", "zeros", "zeros"]), samples)
     loss_weight = drawn_loss_weight(choices, seed, sizes)
     plan = plan_options(choices, ranks, batch_size, sizes, loss_weight)
     # torch cannot cast sparse gradients, nor does Horovod gather them in bfloat16.
     dtype = choices.of(["float64", "float64", "float32", "float32"] + ["bfloat16"] * (model != "sparse"))
     # Amounts mean nothing to summed losses, come too late for several steps, and may be too small for half precision.
     may_say_amounts = loss_weight != "sum" and passes == 1 and "compression" not in optimizer
-    says_amounts = may_say_amounts and choices.chance(0.5)
-    has_closure = passes == 1 and not is_ahead and choices.chance(0.3)
+    says_amounts = may_say_amounts and choices.chance(0.6)
+    has_closure = passes == 1 and not is_ahead and choices.chance(0.4)
     skips = {choices.integer(0, steps * epochs - 1) for _ in range(choices.of([0, 0, 1, 2, 3]))}
     # Several steps at once are given up with a wrapper that reads ahead when each had its backward passes.
-    skips_after = 99 if is_ahead and passes > 1 else choices.of([0, 0, 1, 1, 2, 3])
+    skips_after = 99 if is_ahead and passes > 1 else choices.of([0, 1, 1, 1, 2])
     # Where a wrapper reads ahead nobody may leave steps out, and every step needs its backward pass.
-    has_second = passes == 1 and not has_closure and choices.chance(0.5)
-    fillers = choices.of(["nan", "skipped", "skipped"]) if ranks > 1 and not is_ahead else "nan"
+    has_second = passes == 1 and not has_closure and choices.chance(0.7)
+    fillers = choices.of(["nan", "skipped", "skipped", "skipped", "skipped"]) if ranks > 1 and not is_ahead else "nan"
     # Horovod makes of sparse gradients, and so of their momentum, another kind than one rank has.
     others = [given_ranks] if given_ranks else [1] if model == "sparse" and ranks == 1 else [2, 3, 4, 5]
     others += [1] * (model != "sparse" and given_ranks is None)
@@ -158,16 +159,16 @@ def random_job(number: int, ranks: int | None = None) -> Job:
         skips=sorted(skips),
         skips_after=max(1, skips_after) if says_amounts else skips_after,  # for every batch set_weight is called
         zeroes=choices.chance(0.25),
-        second_every=(1 if is_ahead else choices.of([1, 2, 2, 3])) if has_second else 0,
+        second_every=(1 if is_ahead else choices.of([1, 2, 3])) if has_second else 0,
         evaluates=choices.chance(0.25),
-        resumes=_resumes(choices, others, plan, samples, epochs, steps) if choices.chance(0.3) else None,
+        resumes=_resumes(choices, others, plan, samples, epochs, steps) if choices.chance(0.25) else None,
     )
 
 
-def _samples(choices: Choices, ranks: int, batch_size: int, steps: int) -> int:
-    """Return how many samples make so many steps; the last one often has fewer than ranks, so that fillers are held."""
+def _samples(choices: Choices, ranks: int, batch_size: int, steps: int, often_few: bool) -> int:
+    """Return how many samples make so many steps; often the last one has so few that some ranks hold fillers."""
     most = batch_size * ranks
-    if ranks > 1 and choices.chance(0.6):
+    if ranks > 1 and choices.chance(0.95 if often_few else 0.8):
         most = ranks - 1
     return (steps - 1) * batch_size * ranks + choices.integer(1, most)
 
