@@ -74,6 +74,12 @@ class Model(nn.Module):
     def gradients(self) -> dict[str, NDArray[Any]]:
         return {f"{self.number}.{name}": _dense_gradient(parameter) for name, parameter in self.named_parameters()}
 
+    def refuse_other_layouts(self) -> None:
+        """Gradients lie in memory as their parameters do, else torch would warn and be slow."""
+        for name, parameter in self.named_parameters():
+            gradient = parameter.grad
+            assert gradient is None or gradient.is_sparse or gradient.stride() == parameter.stride(), name
+
     def values(self) -> dict[str, NDArray[Any]]:
         return {f"{self.number}.{name}": _array(parameter.detach()) for name, parameter in self.named_parameters()}
 

@@ -261,6 +261,8 @@ class StepLoop:
         self.trained.losses.append(chronica.average(self._value(losses), self.sampler).item())
 
     def _note_gradients(self) -> None:
+        for model, _ in self.pairs:
+            model.refuse_other_layouts()
         gradients = [model.gradients() for model, _ in self.pairs]
         self.trained.gradients.append({name: value for part in gradients for name, value in part.items()})
 

@@ -120,7 +120,8 @@ def random_job(number: int, ranks: int | None = None) -> Job:
     steps = 65 if is_long else choices.integer(min(passes, 2), 8)
     samples = _samples(choices, ranks, batch_size, steps, often_few=passes > 1)
     seed = choices.integer(0, 2**16)
-    sizes = drawn_sizes(np.random.default_rng(seed), choices.of(["heavy", "heavy", "heavy", "equal", "zeros", "zeros"]), samples)
+    kind = choices.of(["heavy", "heavy", "heavy", "equal", "zeros", "zeros"])
+    sizes = drawn_sizes(np.random.default_rng(seed), kind, samples)
     loss_weight = drawn_loss_weight(choices, seed, sizes)
     plan = plan_options(choices, ranks, batch_size, sizes, loss_weight)
     # torch cannot cast sparse gradients, nor does Horovod gather them in bfloat16.

@@ -87,6 +87,13 @@ def test_fillers_left_out_with_several_steps_per_update(average: str) -> None:
     check(job, trained_within(job))
 
 
+def test_a_rank_without_gradients_gets_them_in_the_layout_of_the_parameters() -> None:
+    """Horovod gives it contiguous zeros, on which torch would add what has another layout."""
+    sizes = [1] * (3 * 9 + 1)  # in the last step of an epoch two ranks hold fillers
+    job = plain_job(model="image", sizes=sizes, fillers="skipped")
+    check(job, trained_within(job))
+
+
 def _scale_a_gradient(ranks: list[Trained]) -> None:
     for rank in ranks:
         rank.gradients[3]["0.hidden.bias"] *= 1.0 + 1e-10
