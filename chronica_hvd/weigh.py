@@ -142,7 +142,7 @@ class Weigher:
                 )
         self._cursor.end_unended_compute()
         if self._cursor.must_compare():
-            self._compare()
+            self._compare(is_given_up=is_given_up)
         self._have_sparse_gradients()
         if self._amounts is not None and (weights := self._cursor.closing_weights) is not None:
             self._amounts.send(weights, self._parameters)
@@ -199,8 +199,11 @@ class Weigher:
         self._followed.clear()
         self._pass_weight.forget()
 
-    def _compare(self) -> None:
-        """Have the ranks agree on the plan, and on what they may not know of each other."""
+    def _compare(self, *, is_given_up: bool) -> None:
+        """Have the ranks agree on the plan, and on what they may not know of each other.
+
+        A step that is given up may have had no gradients that tell which are sparse: the next one compares once more.
+        """
         cursor, amounts = self._cursor, self._amounts
         ticket = cursor.oldest
         if ticket is None:
@@ -213,7 +216,8 @@ class Weigher:
             Standing(ticket, self._progress.data, cursor.finished_steps, cursor.left_out, cursor.idle),
             [int(is_used), *own],
         )
-        cursor.note_compared()
+        if not is_given_up:
+            cursor.note_compared()
         if amounts is not None and of_any:
             amounts.is_agreed = True
         self._sparse_dims |= {p: dim for p, dim in zip(self._parameters, sparse_dims, strict=True) if dim}

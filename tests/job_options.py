@@ -94,5 +94,5 @@ def optimizer_options(choices: Choices, model: str) -> dict[str, Any]:
     if choices.chance(0.2):
         options["compression"] = "fp16"
     if choices.chance(0.55):
-        options["backward_passes_per_step"] = choices.integer(2, 3)
+        options["backward_passes_per_step"] = choices.of([2, 2, 3, 4])
     return options

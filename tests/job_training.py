@@ -85,6 +85,7 @@ class Training:
         ]
         self.trained = Trained()
         self.steps = 0  # of this leg
+        self.worked_on = 0  # steps of this update that had backward passes
         if checkpoint is not None:
             checkpoint = copy.deepcopy(checkpoint)  # ranks of one process were given the same
             self.sampler.load_state_dict(checkpoint["sampler"])
@@ -114,6 +115,7 @@ class Training:
         for step, (micro_batches, verdict) in enumerate(zip(self._micro_batches(first), schedule, strict=False), first):
             trained_now = [pair for pair in self._pairs() if is_trained(self.job, pair[0], step)]
             if begins:
+                self.worked_on = 0
                 for _, optimizer in trained_now:
                     optimizer.zero_grad(*[False] * self.job.zeroes)
             self.trained.fillers.append(bool(self.sampler.plan.counts[step, hvd.rank()] == 0))
@@ -189,6 +191,7 @@ class StepLoop:
         self.pairs = pairs
         self.verdict = verdict
         self.is_filler = training.trained.fillers[-1]
+        self.has_passes = False
 
     def train(self, micro_batches: Iterable[Batch]) -> None:
         self.trained.taken.append([])
@@ -209,10 +212,12 @@ class StepLoop:
         for batch in self._noted(micro_batches):
             loss, *_ = [self._backward(model, optimizer, batch) for model, optimizer in self.pairs]
             losses.append(loss)
+        self.training.worked_on += self.has_passes
         if self.job.average != "after" or self.verdict == "part":
             self._average(losses)
         if self.verdict == "update":
-            for _, optimizer in self.pairs:
+            for model, optimizer in self.pairs:
+                self._refuse_unsent(model, optimizer)
                 self._update(optimizer)
             self._note_gradients()
             if self.job.average == "after":
@@ -248,7 +253,8 @@ class StepLoop:
             # The backward pass of a rank's whole batch may be left out, but not that of a part.
             counts = counts and (amount > 0.0 or self.sampler.micro_batches != 1)
         loss = loss_of(self.training.data, model, batch) * (float("nan") if self.is_filler else factor)
-        if counts or self.job.fillers != "skipped":
+        self.has_passes = counts or self.job.fillers != "skipped"
+        if self.has_passes:
             for number in range(self.job.losses):  # 1 of 3, 2 of 3: of unlike size
                 share = 2.0 * (number + 1) / (self.job.losses * (self.job.losses + 1))
                 (share * loss).backward(retain_graph=True)
@@ -265,6 +271,16 @@ class StepLoop:
             model.refuse_other_layouts()
         gradients = [model.gradients() for model, _ in self.pairs]
         self.trained.gradients.append({name: value for part in gradients for name, value in part.items()})
+
+    def _refuse_unsent(self, model: Model, optimizer: Any) -> None:
+        """Refuse gradients that wait for the update: they are sent in their last backward pass, and overlap with it.
+
+        Where an epoch ends early nobody knows that no further step adds to the update; and parameters may be unused.
+        """
+        if hvd.size() == 1 or model.other is not None or self.training.worked_on < self.job.steps_per_update:
+            return
+        sent = [handle for handle, _ in optimizer._handles.values()]
+        assert sent and None not in sent, "gradients were not sent in their last backward pass"
 
     def _update(self, optimizer: Any) -> None:
         if not self.job.clips:

@@ -114,7 +114,7 @@ def random_job(number: int, ranks: int | None = None) -> Job:
     is_ahead = "ahead" in loop
     if is_ahead:
         optimizer["lookahead"] = 1
-    losses = passes if passes > 1 and not is_ahead and choices.chance(0.5) else 1
+    losses = choices.of([1, 2 if passes == 4 else passes]) if not is_ahead else 1
     is_long = choices.chance(0.08)  # two blocks of 64 steps
     epochs = 1 if is_long else choices.integer(1, 2)
     steps = 65 if is_long else choices.integer(min(passes, 2), 8)

@@ -94,6 +94,13 @@ def test_a_rank_without_gradients_gets_them_in_the_layout_of_the_parameters() ->
     check(job, trained_within(job))
 
 
+def test_sparse_gradients_are_told_of_in_the_step_after_one_that_was_given_up() -> None:
+    """A rank that has none in its first update must know that the others' are sparse."""
+    options = {"op": "Average", "sparse_as_dense": False}
+    job = plain_job(model="sparse", sizes=[1] * 10, optimizer=options, fillers="skipped", skips=[0])
+    check(job, trained_within(job))
+
+
 def _scale_a_gradient(ranks: list[Trained]) -> None:
     for rank in ranks:
         rank.gradients[3]["0.hidden.bias"] *= 1.0 + 1e-10
