@@ -280,7 +280,8 @@ class StepLoop:
         if hvd.size() == 1 or model.other is not None or self.training.worked_on < self.job.steps_per_update:
             return
         sent = [handle for handle, _ in optimizer._handles.values()]
-        assert sent and None not in sent, "gradients were not sent in their last backward pass"
+        assert sent
+        assert None not in sent, "gradients were not sent in their last backward pass"
 
     def _update(self, optimizer: Any) -> None:
         if not self.job.clips:
