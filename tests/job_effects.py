@@ -6,12 +6,14 @@ from collections.abc import Iterator
 
 import numpy as np
 from job_data import Data
+from job_training import can_begin_anew
 from random_jobs import Job
 
 import chronica_hvd as chronica
 from chronica_hvd.blocks import BLOCK_STEPS
 
 EFFECTS = {
+    "a loop left in the middle of a step",
     "a second block",
     "samples moved",
     "zero_grad(set_to_none=False) between updates",
@@ -65,6 +67,8 @@ def _of_job(job: Job) -> Iterator[str]:
                 yield from _of_update(job, update)
             if verdict != "part":
                 update = []
+        if job.begins_anew and can_begin_anew(plan, 0):
+            yield "a loop left in the middle of a step"
         if len(schedule) > BLOCK_STEPS:
             yield "a second block"
         if job.moves_samples and plan.moved > 0.0:

@@ -111,13 +111,16 @@ class Training:
     def _epoch(self, epoch: int) -> None:
         first = self.sampler.plan.steps - len(self.sampler)
         schedule = self.job.schedule(self.steps, len(self.sampler), epoch)
+        if self.job.begins_anew and can_begin_anew(self.sampler.plan, first):
+            self._break_off()
         begins = True
         for step, (micro_batches, verdict) in enumerate(zip(self._micro_batches(first), schedule, strict=False), first):
             trained_now = [pair for pair in self._pairs() if is_trained(self.job, pair[0], step)]
             if begins:
                 self.worked_on = 0
-                for _, optimizer in trained_now:
-                    optimizer.zero_grad(*[False] * self.job.zeroes)
+                for model, optimizer in trained_now:
+                    # The optimizer's refuses after a loop that was left in the middle of a step.
+                    (model if self.job.begins_anew else optimizer).zero_grad(*[False] * self.job.zeroes)
             self.trained.fillers.append(bool(self.sampler.plan.counts[step, hvd.rank()] == 0))
             StepLoop(self, trained_now, verdict).train(micro_batches)
             begins = verdict != "part"
@@ -125,6 +128,15 @@ class Training:
             if step + 1 == first + len(schedule) and self.job.stops_in(epoch):
                 self.trained.checkpoint = self._checkpoint()
                 return
+
+    def _break_off(self) -> None:
+        """Leave the loop after a micro-batch of its first step, and forget the gradients."""
+        batch = next(iter(next(iter(self.loader.steps()))))
+        for model, optimizer in self._pairs():
+            if self.job.amounts is not None:
+                optimizer.set_weight(1.0)
+            (loss_of(self.data, model, batch) * float("nan")).backward()
+            model.zero_grad()
 
     def _pairs(self) -> list[tuple[Model, Any]]:
         return list(zip(self.models, self.optimizers, strict=True))
@@ -161,6 +173,11 @@ class Training:
                     else:
                         mean.add(loss)
         self.trained.evaluations.append(mean.result())
+
+
+def can_begin_anew(plan: chronica.Plan, step: int) -> bool:
+    """Whether no gradient of a step is on its way to other ranks after its first micro-batch."""
+    return step < plan.steps and min(len(plan.batches(step, rank)) for rank in range(plan.ranks)) > 1
 
 
 def trained_within(job: Job) -> list[list[Trained]]:
@@ -239,7 +256,7 @@ class StepLoop:
         ((model, optimizer),) = self.pairs
 
         def closure() -> Any:
-            optimizer.zero_grad(set_to_none=not self.job.zeroes)
+            (model if self.job.begins_anew else optimizer).zero_grad(set_to_none=not self.job.zeroes)
             return self._value([self._backward(model, optimizer, batch) for batch in batches])
 
         self.trained.losses.append(float(optimizer.step(closure)))

@@ -35,6 +35,7 @@ class Job:
     skips: list[int] = dataclasses.field(default_factory=list)  # numbers of the steps that all ranks give up
     skips_after: int = 0  # so many micro-batches had a backward pass, with NaN gradients
     zeroes: bool = False  # zero_grad(set_to_none=False)
+    begins_anew: bool = False  # leaves the loop in the middle of its first step, where nothing is sent, and begins anew
     second_every: int = 0  # a second optimizer, on the same sampler, trains every n-th step; 0: there is none
     evaluates: bool = False  # the mean loss over the data set, at last
     resumes: dict[str, Any] | None = (
@@ -56,7 +57,7 @@ class Job:
         if self.is_rounded:
             return 0.0  # what half precision loses in one step must not add up, so that it can be bounded
         scale = self.ranks if self.optimizer["op"] == "Sum" else 1
-        scale *= max(1, len(self.sizes) // (16 * self.ranks * self.batch_size))  # long training magnifies most
+        scale *= max(1, len(self.sizes) // (4 * self.ranks * self.batch_size))  # long training magnifies most
         return 0.01 / (scale * (self.batch_size if self.loss_weight == "sum" else 1))
 
     @property
@@ -162,6 +163,7 @@ def random_job(number: int, ranks: int | None = None) -> Job:
         zeroes=choices.chance(0.25),
         second_every=(1 if is_ahead else choices.of([1, 2, 3])) if has_second else 0,
         evaluates=choices.chance(0.25),
+        begins_anew=choices.chance(0.5) and not is_ahead,
         resumes=_resumes(choices, others, plan, samples, epochs, steps) if choices.chance(0.25) else None,
     )
 
