@@ -54,10 +54,10 @@ class Job:
     @property
     def learning_rate(self) -> float:
         """So small that training does not magnify what is lost to rounding, whatever the gradient's scale."""
-        if self.is_rounded:
-            return 0.0  # what half precision loses in one step must not add up, so that it can be bounded
+        is_long = len(self.sizes) > 16 * self.ranks * self.batch_size
+        if self.is_rounded or (is_long and self.dtype == "float32"):
+            return 0.0  # what low precision loses in one step must not add up, so that it can be bounded
         scale = self.ranks if self.optimizer["op"] == "Sum" else 1
-        scale *= max(1, len(self.sizes) // (4 * self.ranks * self.batch_size))  # long training magnifies most
         return 0.01 / (scale * (self.batch_size if self.loss_weight == "sum" else 1))
 
     @property
@@ -129,7 +129,9 @@ def random_job(number: int, ranks: int | None = None) -> Job:
     dtype = choices.of(["float64", "float64", "float32", "float32"] + ["bfloat16"] * (model != "sparse"))
     # Amounts mean nothing to summed losses, come too late for several steps, and may be too small for half precision.
     may_say_amounts = loss_weight != "sum" and passes == 1 and "compression" not in optimizer
-    says_amounts = may_say_amounts and choices.chance(0.6)
+    # Where an epoch's planned weights are all 0 its planned divisor says nothing of true amounts.
+    may_say_amounts &= plan["normalize"] != "epoch" or loss_weight == "samples"
+    says_amounts = may_say_amounts and choices.chance(0.8)
     has_closure = passes == 1 and not is_ahead and choices.chance(0.4)
     skips = {choices.integer(0, steps * epochs - 1) for _ in range(choices.of([0, 0, 1, 2, 3]))}
     # Several steps at once are given up with a wrapper that reads ahead when each had its backward passes.
