@@ -48,6 +48,16 @@ class PassCount:
             optimizer.set_backward_passes_per_step(expected)
 
 
+def fill_other_layouts(optimizer: Any) -> None:
+    """Give parameters that had no gradient on this rank zeros of their own layout, as gradients of others have it.
+
+    Horovod would give them contiguous ones, and torch warns when a gradient of another layout is added to those.
+    """
+    for parameter in optimizer._requires_update:
+        if parameter.grad is None and not parameter.is_contiguous():
+            parameter.grad = torch.zeros_like(parameter)
+
+
 def complete_groups(optimizer: Any) -> None:
     """Have Horovod send the groups in which a parameter had no gradient on this rank, with zeros for that.
 

@@ -161,7 +161,7 @@ class Weigher:
                 )
         self._cursor.end_unended_compute()
         if self._cursor.must_compare():
-            self._compare()
+            self._compare(is_given_up=is_given_up)
         self._have_sparse_gradients()
         if self._amounts is not None and (weights := self._cursor.closing_weights) is not None:
             self._amounts.send(weights, self._parameters)
@@ -223,22 +223,26 @@ class Weigher:
         self._followed.clear()
         self._pass_weight.forget()
 
-    def _compare(self) -> None:
-        """Have the ranks agree on the plan, and on what they may not know of each other."""
+    def _compare(self, *, is_given_up: bool) -> None:
+        """Have the ranks agree on the plan, and on what they may not know of each other.
+
+        A step that is given up may have had no gradients that tell which are sparse: the next one compares once more.
+        """
         cursor, amounts = self._cursor, self._amounts
         ticket = cursor.oldest
         if ticket is None:
             return
         own = [_sparse_dim(parameter) for parameter in self._parameters]
         is_used = amounts is not None and amounts.is_used
-        of_any, *sparse_dims = compare_plans(
+        uses_amounts, gives_up, *sparse_dims = compare_plans(
             self._world,
             self._name,
             Standing(ticket, self._progress.data, cursor.finished_steps, cursor.left_out, cursor.idle),
-            [int(is_used), *own],
+            [int(is_used), int(is_given_up), *own],
         )
-        cursor.note_compared()
-        if amounts is not None and of_any:
+        if not gives_up:  # on any rank: all must agree on what to compare next
+            cursor.note_compared()
+        if amounts is not None and uses_amounts:
             amounts.is_agreed = True
         self._sparse_dims |= {p: dim for p, dim in zip(self._parameters, sparse_dims, strict=True) if dim}
 

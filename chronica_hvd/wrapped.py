@@ -11,7 +11,7 @@ import torch
 from chronica_hvd import checks
 from chronica_hvd.compression import Carrier
 from chronica_hvd.gather import average_of_step
-from chronica_hvd.passes import complete_groups
+from chronica_hvd.passes import complete_groups, fill_other_layouts
 from chronica_hvd.progress import is_unweighed
 from chronica_hvd.tickets import OpenStep, StepTicket
 from chronica_hvd.timing import Timing
@@ -55,6 +55,7 @@ def replace_methods(
                 "gradients are not weighed: DistributedOptimizer(..., sampler=sampler). If the loss is weighed by "
                 "hand, ask for sampler.weight in every step; if the loop evaluates, put it under torch.no_grad()"
             )
+        fill_other_layouts(self)
         complete_groups(self)
         wait(self)
 

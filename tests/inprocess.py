@@ -283,7 +283,7 @@ def _allreduce(requests: list[_Request]) -> None:
         for request in requests:
             total += _scaled(request.tensors[place], options["prescale factor"])
         for request in requests:
-            request.outputs[place].copy_(_scaled(total, after))
+            request.outputs[place].data.copy_(_scaled(total, after))  # unseen by autograd, as Horovod's writing
 
 
 def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
@@ -299,7 +299,7 @@ def _allgather(requests: list[_Request]) -> None:
 def _broadcast(requests: list[_Request]) -> None:
     root = requests[0].options["root rank"]
     for request in requests:
-        request.outputs[0].copy_(requests[root].tensors[0])
+        request.outputs[0].data.copy_(requests[root].tensors[0])
 
 
 _CARRIERS: dict[str, Callable[[list[_Request]], None]] = {

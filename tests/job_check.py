@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from job_model import LEAST_AT_FIRST
 from job_reference import reference
 from job_training import Trained
 from numpy.typing import NDArray
@@ -77,7 +78,10 @@ def _errors(job: Job, ranks: list[Trained], expected: Trained) -> Iterator[tuple
             yield f"gradients of {name}", float(np.max(np.abs(found - wanted) / allowed, initial=0.0))
         else:
             yield f"gradients of {name}", relative_error(found, wanted) / limit
-        yield name, relative_error(trained.parameters[name], expected.parameters[name]) / limit
+        change = trained.parameters[name] - expected.parameters[name]
+        # Training may bring them near 0, but not their rounding.
+        scale = max(LEAST_AT_FIRST, float(np.linalg.norm(expected.parameters[name])))
+        yield name, float(np.linalg.norm(change)) / scale / limit
 
 
 def _rounding(job: Job, ranks: list[Trained], magnitudes: NDArray[Any]) -> NDArray[Any]:

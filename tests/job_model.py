@@ -13,6 +13,7 @@ from random_jobs import Job
 from torch import nn
 
 WIDTH = 5
+LEAST_AT_FIRST = 0.3  # the magnitude of a parameter
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -40,7 +41,9 @@ class Model(nn.Module):
         random = np.random.default_rng(job.seed + 1 + number)
         with torch.no_grad():
             for parameter in self.parameters():
-                values = random.uniform(0.3, 1.0, parameter.shape) * random.choice([-1.0, 1.0], parameter.shape)
+                values = random.uniform(LEAST_AT_FIRST, 1.0, parameter.shape) * random.choice(
+                    [-1.0, 1.0], parameter.shape
+                )
                 parameter.copy_(torch.from_numpy(values))
 
     def losses(self, batch: Batch) -> torch.Tensor:
@@ -73,6 +76,12 @@ class Model(nn.Module):
 
     def gradients(self) -> dict[str, NDArray[Any]]:
         return {f"{self.number}.{name}": _dense_gradient(parameter) for name, parameter in self.named_parameters()}
+
+    def refuse_other_layouts(self) -> None:
+        """Gradients lie in memory as their parameters do, else torch would warn and be slow."""
+        for name, parameter in self.named_parameters():
+            gradient = parameter.grad
+            assert gradient is None or gradient.is_sparse or gradient.stride() == parameter.stride(), name
 
     def values(self) -> dict[str, NDArray[Any]]:
         return {f"{self.number}.{name}": _array(parameter.detach()) for name, parameter in self.named_parameters()}

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from hypothesis import strategies as st
+from choices import Choices
 
 LONGEST = 60  # the size of a sample
-POLICIES = ["dynamic", "balanced", "plain", "balanced", "static", "balanced", "guided", "balanced", "balanced"]
 
 
 def drawn_sizes(random: np.random.Generator, kind: str, samples: int) -> list[int]:
@@ -20,57 +19,60 @@ def drawn_sizes(random: np.random.Generator, kind: str, samples: int) -> list[in
     return sizes.tolist()  # type: ignore[no-any-return]
 
 
-def drawn_loss_weight(draw: st.DrawFn, seed: int, sizes: list[int]) -> str | list[float]:
-    kind = draw(st.sampled_from(["samples", "sizes", "sizes", "array", "sum"]))
+def drawn_loss_weight(choices: Choices, seed: int, sizes: list[int]) -> str | list[float]:
+    kind: str = choices.of(["samples", "sizes", "array", "sum"])
     if kind == "sizes" and not any(sizes):
         return "samples"
     if kind != "array":
         return kind
-    return [1.0, *drawn_weights(seed, len(sizes) - 1)]
+    return drawn_weights(seed, len(sizes))
 
 
 def drawn_weights(seed: int, samples: int) -> list[float]:
-    return np.random.default_rng(seed).choice([0.0, 0.5, 1.0, 3.0], samples).tolist()  # type: ignore[no-any-return]
+    """Return weights, not all 0, of which a quarter is 0, or two thirds, so that whole steps may count nothing."""
+    random = np.random.default_rng(seed)
+    zeros = [0.0] * random.choice([1, 6])
+    return [1.0, *random.choice([*zeros, 0.5, 1.0, 3.0], samples - 1).tolist()]
 
 
 def plan_options(
-    draw: st.DrawFn, ranks: int, batch_size: int, sizes: list[int], loss_weight: str | list[float]
+    choices: Choices, ranks: int, batch_size: int, sizes: list[int], loss_weight: str | list[float]
 ) -> dict[str, Any]:
     samples = len(sizes)
     options = {
-        "padding": draw(st.sampled_from(["max", "none"])),
-        "local_batch": draw(st.sampled_from(["free", "free", "equal"])),
-        "reorder": draw(st.sampled_from(["batch", "batch", "window"])),
-        "window": draw(st.integers(1, 4)),
-        "max_moved": draw(st.sampled_from([0.25, 1.0])),
-        "micro_batches": draw(st.sampled_from([1, 1, 2, 3, "auto", "auto"])),
-        "comm": draw(st.sampled_from([0.0, 0.0, 10.0])),
-        "min_local_batch": draw(st.integers(1, min(3, batch_size))),
-        "shuffle": draw(st.booleans()),
-        "seed": draw(st.integers(0, 9)),
-        "drop_last": draw(st.booleans()) and samples >= batch_size * ranks,
-        "policy": draw(st.sampled_from(POLICIES)),
-        "first": draw(st.sampled_from([None, None, "largest"])),
+        "padding": choices.of(["max", "max", "none"]),  # without padding few steps are split
+        "local_batch": choices.of(["free", "free", "equal"]),
+        "reorder": choices.of(["batch", "batch", "window"]),
+        "window": choices.integer(1, 4),
+        "max_moved": choices.of([0.25, 1.0]),
+        "micro_batches": choices.of([1, 2, 3, "auto", "auto"]),
+        "comm": choices.of([0.0, 0.0, 10.0]),
+        "min_local_batch": choices.integer(1, min(3, batch_size)),
+        "shuffle": choices.chance(0.5),
+        "seed": choices.integer(0, 9),
+        "drop_last": choices.chance(0.15) and samples >= batch_size * ranks,
+        "policy": choices.of(["balanced"] * 4 + ["plain", "static", "dynamic", "guided"]),
+        "first": choices.of([None, None, "largest"]),
     }
     needs_normalize = options["reorder"] == "window" and loss_weight != "samples"
-    options["normalize"] = draw(st.sampled_from(["step", "epoch"] + ([] if needs_normalize else [None] * 3)))
-    options["cost"] = _cost(draw, ranks, sizes, options["padding"] == "none")
+    options["normalize"] = choices.of(["step", "epoch"] + ([] if needs_normalize else [None] * 3))
+    options["cost"] = _cost(choices, ranks, sizes, options["padding"] == "none")
     longest = max(sizes)
     if options["padding"] == "max":
-        options["pad_to"] = draw(st.sampled_from([None, None, 8, [1, 20, LONGEST]]))
+        options["pad_to"] = choices.of([None, None, 8, [1, 20, LONGEST]])
         longest = -(-longest // 8) * 8 if options["pad_to"] == 8 else LONGEST if options["pad_to"] else longest
     # Elsewhere a plan may be impossible: not all samples of a rank need to fit into so few micro-batches.
     if options["micro_batches"] == "auto" and options["policy"] == "balanced" and options["min_local_batch"] == 1:
-        options["max_size"] = draw(st.sampled_from([None, max(1, longest), max(1, 2 * longest)]))
-    if not options["drop_last"] and draw(st.integers(0, 9)) == 9:  # a part of the samples, some of them twice
+        options["max_size"] = choices.of([None, max(1, longest), max(1, 2 * longest)])
+    if not options["drop_last"] and choices.chance(0.15):  # a part of the samples, some of them twice
         options["indices"] = [0, *np.random.default_rng(samples).integers(0, samples, samples).tolist()]
         if loss_weight == "sizes" and not any(sizes[index] for index in options["indices"]):
             options["indices"].append(sizes.index(max(sizes)))
     return options
 
 
-def _cost(draw: st.DrawFn, ranks: int, sizes: list[int], is_unpadded: bool) -> Any:
-    kind = draw(st.sampled_from(["size", "size", "model", "scaled"] + ["array"] * is_unpadded))
+def _cost(choices: Choices, ranks: int, sizes: list[int], is_unpadded: bool) -> Any:
+    kind = choices.of(["size", "size", "model", "scaled"] + ["array"] * is_unpadded)
     if kind == "size":
         return None
     if kind == "array":
@@ -79,18 +81,18 @@ def _cost(draw: st.DrawFn, ranks: int, sizes: list[int], is_unpadded: bool) -> A
     return {"fixed": 5.0, "per_sample": 1.0, "per_size": 1.0, "per_size2": 0.1, **scale}
 
 
-def optimizer_options(draw: st.DrawFn, model: str) -> dict[str, Any]:
-    options: dict[str, Any] = {"op": draw(st.sampled_from(["Average", "Average", "Sum"]))}
+def optimizer_options(choices: Choices, model: str) -> dict[str, Any]:
+    options: dict[str, Any] = {"op": choices.of(["Average", "Average", "Sum"])}
     if model == "sparse":
-        options["sparse_as_dense"] = draw(st.booleans())
+        options["sparse_as_dense"] = choices.chance(0.2)
     # Horovod does not group sparse gradients.
     # Where a layer goes unused on some ranks, groups must be completed.
-    if model != "sparse" and draw(st.integers(0, 2)) >= (1 if model == "gated" else 2):
-        options["groups"] = draw(st.integers(1, 3))
-    elif options["op"] == "Average" and draw(st.booleans()):
-        options["gradient_predivide_factor"] = draw(st.sampled_from([0.5, 2.0, 3.0]))
-    if draw(st.integers(0, 4)) == 4:
+    if model != "sparse" and choices.chance(0.6 if model == "gated" else 0.3):
+        options["groups"] = choices.integer(1, 3)
+    elif options["op"] == "Average" and choices.chance(0.5):
+        options["gradient_predivide_factor"] = choices.of([0.5, 2.0, 3.0])
+    if choices.chance(0.2):
         options["compression"] = "fp16"
-    if draw(st.sampled_from([False, True, False])):
-        options["backward_passes_per_step"] = draw(st.integers(2, 3))
+    if choices.chance(0.55):
+        options["backward_passes_per_step"] = choices.of([2, 2, 3, 4])
     return options

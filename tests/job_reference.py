@@ -27,6 +27,8 @@ def reference(job: Job, state: Any = None) -> list[Trained]:
     for leg in job.legs:
         trained = Trained()
         legs.append(trained)
+        for model in models:
+            model.zero_grad()  # without momentum for what goes unused on one rank, unless gradients are set to 0
         data = Data(leg)
         for epoch in range(begins_in, leg.epochs):
             is_rest = leg is not job and epoch == begins_in
@@ -43,6 +45,9 @@ def reference(job: Job, state: Any = None) -> list[Trained]:
                 elif verdict == "skip":
                     # The losses of its steps before the last one were averaged before it was given up.
                     trained.losses += [_loss(models[0], data, [one]).item() for one in update[:-1]]
+                    for model in models:
+                        if is_trained(leg, model, step):
+                            model.zero_grad()
                 if verdict != "part":
                     update = []
             if leg.stops_in(epoch):

@@ -85,6 +85,7 @@ class Training:
         ]
         self.trained = Trained()
         self.steps = 0  # of this leg
+        self.worked_on = 0  # steps of this update that had backward passes
         if checkpoint is not None:
             checkpoint = copy.deepcopy(checkpoint)  # ranks of one process were given the same
             self.sampler.load_state_dict(checkpoint["sampler"])
@@ -110,12 +111,16 @@ class Training:
     def _epoch(self, epoch: int) -> None:
         first = self.sampler.plan.steps - len(self.sampler)
         schedule = self.job.schedule(self.steps, len(self.sampler), epoch)
+        if self.job.begins_anew and can_begin_anew(self.sampler.plan, first):
+            self._break_off()
         begins = True
         for step, (micro_batches, verdict) in enumerate(zip(self._micro_batches(first), schedule, strict=False), first):
             trained_now = [pair for pair in self._pairs() if is_trained(self.job, pair[0], step)]
             if begins:
-                for _, optimizer in trained_now:
-                    optimizer.zero_grad(*[False] * self.job.zeroes)
+                self.worked_on = 0
+                for model, optimizer in trained_now:
+                    # The optimizer's refuses after a loop that was left in the middle of a step.
+                    (model if self.job.begins_anew else optimizer).zero_grad(*[False] * self.job.zeroes)
             self.trained.fillers.append(bool(self.sampler.plan.counts[step, hvd.rank()] == 0))
             StepLoop(self, trained_now, verdict).train(micro_batches)
             begins = verdict != "part"
@@ -123,6 +128,15 @@ class Training:
             if step + 1 == first + len(schedule) and self.job.stops_in(epoch):
                 self.trained.checkpoint = self._checkpoint()
                 return
+
+    def _break_off(self) -> None:
+        """Leave the loop after a micro-batch of its first step, and forget the gradients."""
+        batch = next(iter(next(iter(self.loader.steps()))))
+        for model, optimizer in self._pairs():
+            if self.job.amounts is not None:
+                optimizer.set_weight(1.0)
+            (loss_of(self.data, model, batch) * float("nan")).backward()
+            model.zero_grad()
 
     def _pairs(self) -> list[tuple[Model, Any]]:
         return list(zip(self.models, self.optimizers, strict=True))
@@ -161,6 +175,11 @@ class Training:
         self.trained.evaluations.append(mean.result())
 
 
+def can_begin_anew(plan: chronica.Plan, step: int) -> bool:
+    """Whether no gradient of a step is on its way to other ranks after its first micro-batch."""
+    return step < plan.steps and min(len(plan.batches(step, rank)) for rank in range(plan.ranks)) > 1
+
+
 def trained_within(job: Job) -> list[list[Trained]]:
     """Train on ranks of this process; returns what becomes of each leg on each of its ranks."""
     legs: list[list[Trained]] = []
@@ -189,6 +208,7 @@ class StepLoop:
         self.pairs = pairs
         self.verdict = verdict
         self.is_filler = training.trained.fillers[-1]
+        self.has_passes = False
 
     def train(self, micro_batches: Iterable[Batch]) -> None:
         self.trained.taken.append([])
@@ -209,10 +229,12 @@ class StepLoop:
         for batch in self._noted(micro_batches):
             loss, *_ = [self._backward(model, optimizer, batch) for model, optimizer in self.pairs]
             losses.append(loss)
+        self.training.worked_on += self.has_passes
         if self.job.average != "after" or self.verdict == "part":
             self._average(losses)
         if self.verdict == "update":
-            for _, optimizer in self.pairs:
+            for model, optimizer in self.pairs:
+                self._refuse_unsent(model, optimizer)
                 self._update(optimizer)
             self._note_gradients()
             if self.job.average == "after":
@@ -234,7 +256,7 @@ class StepLoop:
         ((model, optimizer),) = self.pairs
 
         def closure() -> Any:
-            optimizer.zero_grad(set_to_none=not self.job.zeroes)
+            (model if self.job.begins_anew else optimizer).zero_grad(set_to_none=not self.job.zeroes)
             return self._value([self._backward(model, optimizer, batch) for batch in batches])
 
         self.trained.losses.append(float(optimizer.step(closure)))
@@ -248,7 +270,8 @@ class StepLoop:
             # The backward pass of a rank's whole batch may be left out, but not that of a part.
             counts = counts and (amount > 0.0 or self.sampler.micro_batches != 1)
         loss = loss_of(self.training.data, model, batch) * (float("nan") if self.is_filler else factor)
-        if counts or self.job.fillers != "skipped":
+        self.has_passes = counts or self.job.fillers != "skipped"
+        if self.has_passes:
             for number in range(self.job.losses):  # 1 of 3, 2 of 3: of unlike size
                 share = 2.0 * (number + 1) / (self.job.losses * (self.job.losses + 1))
                 (share * loss).backward(retain_graph=True)
@@ -261,8 +284,21 @@ class StepLoop:
         self.trained.losses.append(chronica.average(self._value(losses), self.sampler).item())
 
     def _note_gradients(self) -> None:
+        for model, _ in self.pairs:
+            model.refuse_other_layouts()
         gradients = [model.gradients() for model, _ in self.pairs]
         self.trained.gradients.append({name: value for part in gradients for name, value in part.items()})
+
+    def _refuse_unsent(self, model: Model, optimizer: Any) -> None:
+        """Refuse gradients that wait for the update: they are sent in their last backward pass, and overlap with it.
+
+        Where an epoch ends early nobody knows that no further step adds to the update; and parameters may be unused.
+        """
+        if hvd.size() == 1 or model.other is not None or self.training.worked_on < self.job.steps_per_update:
+            return
+        sent = [handle for handle, _ in optimizer._handles.values()]
+        assert sent
+        assert None not in sent, "gradients were not sent in their last backward pass"
 
     def _update(self, optimizer: Any) -> None:
         if not self.job.clips:

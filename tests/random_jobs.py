@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
+from choices import Choices
 from job_options import drawn_loss_weight, drawn_sizes, drawn_weights, optimizer_options, plan_options
 
 
@@ -36,6 +35,7 @@ class Job:
     skips: list[int] = dataclasses.field(default_factory=list)  # numbers of the steps that all ranks give up
     skips_after: int = 0  # so many micro-batches had a backward pass, with NaN gradients
     zeroes: bool = False  # zero_grad(set_to_none=False)
+    begins_anew: bool = False  # leaves the loop in the middle of its first step, where nothing is sent, and begins anew
     second_every: int = 0  # a second optimizer, on the same sampler, trains every n-th step; 0: there is none
     evaluates: bool = False  # the mean loss over the data set, at last
     resumes: dict[str, Any] | None = (
@@ -54,8 +54,9 @@ class Job:
     @property
     def learning_rate(self) -> float:
         """So small that training does not magnify what is lost to rounding, whatever the gradient's scale."""
-        if self.is_rounded:
-            return 0.0  # what half precision loses in one step must not add up, so that it can be bounded
+        is_long = len(self.sizes) > 16 * self.ranks * self.batch_size
+        if self.is_rounded or (is_long and self.dtype == "float32"):
+            return 0.0  # what low precision loses in one step must not add up, so that it can be bounded
         scale = self.ranks if self.optimizer["op"] == "Sum" else 1
         return 0.01 / (scale * (self.batch_size if self.loss_weight == "sum" else 1))
 
@@ -101,51 +102,46 @@ class Job:
         return self.resumes is not None and self.resumes["epoch"] == epoch
 
 
-@st.composite
-def jobs(draw: st.DrawFn, ranks: int | None = None) -> Job:
-    """Draw a job, for so many ranks or for any number from 1 to 5."""
+def random_job(number: int, ranks: int | None = None) -> Job:
+    """Return the job of this number, for so many ranks or for any number from 1 to 5."""
+    choices = Choices(number, ranks or 0)
     given_ranks = ranks
-    ranks = ranks or draw(st.sampled_from([2, 3, 4, 5, 1, 2, 3, 4, 5, 3]))
-    batch_size = draw(st.integers(1, 5))
-    global_batch = batch_size * ranks
-    is_long = draw(st.integers(0, 29)) == 29  # two blocks of 64 steps
-    steps = 65 if is_long else draw(st.integers(1, 8 if batch_size > 1 else 15))
-    samples = steps * global_batch - draw(st.integers(0, global_batch - 1))
-    seed = draw(st.integers(0, 2**16))
-    sizes = drawn_sizes(
-        np.random.default_rng(seed), draw(st.sampled_from(["heavy", "heavy", "equal", "zeros"])), samples
-    )
-    loss_weight = drawn_loss_weight(draw, seed, sizes)
-    plan = plan_options(draw, ranks, batch_size, sizes, loss_weight)
-    model = draw(st.sampled_from(["dense", "gated", "bag", "sparse", "image"]))
-    # torch cannot cast sparse gradients, nor does Horovod gather them in bfloat16.
-    dtype = draw(st.sampled_from(["float64", "float64", "float32", "float32"] + ["bfloat16"] * (model != "sparse")))
-    loop = draw(st.sampled_from(["plain", "steps", "ahead", "steps_ahead"]))
-    optimizer = optimizer_options(draw, model)
+    ranks = ranks or choices.of([1, 2, 2, 3, 3, 3, 4, 5])
+    batch_size = choices.of([1, 2, 3, 4, 6, 8])
+    model = choices.of(["dense", "gated", "bag", "sparse", "image"])
+    optimizer = optimizer_options(choices, model)
+    passes = optimizer.get("backward_passes_per_step", 1)
+    loop = choices.of(["plain", "plain", "steps", "steps", "steps", "ahead", "steps_ahead"])
     is_ahead = "ahead" in loop
     if is_ahead:
         optimizer["lookahead"] = 1
-    passes = optimizer.get("backward_passes_per_step", 1)
-    losses = passes if passes > 1 and not is_ahead and draw(st.sampled_from([False, True, False])) else 1
+    losses = choices.of([1, 2 if passes == 4 else passes]) if not is_ahead else 1
+    is_long = choices.chance(0.08)  # two blocks of 64 steps
+    epochs = 1 if is_long else choices.integer(1, 2)
+    steps = 65 if is_long else choices.integer(min(passes, 2), 8)
+    samples = _samples(choices, ranks, batch_size, steps, often_few=passes > 1)
+    seed = choices.integer(0, 2**16)
+    kind = choices.of(["heavy", "heavy", "heavy", "equal", "zeros", "zeros"])
+    sizes = drawn_sizes(np.random.default_rng(seed), kind, samples)
+    loss_weight = drawn_loss_weight(choices, seed, sizes)
+    plan = plan_options(choices, ranks, batch_size, sizes, loss_weight)
+    # torch cannot cast sparse gradients, nor does Horovod gather them in bfloat16.
+    dtype = choices.of(["float64", "float64", "float32", "float32"] + ["bfloat16"] * (model != "sparse"))
     # Amounts mean nothing to summed losses, come too late for several steps, and may be too small for half precision.
     may_say_amounts = loss_weight != "sum" and passes == 1 and "compression" not in optimizer
-    says_amounts = may_say_amounts and draw(st.integers(0, 2)) == 2
-    has_closure = passes == 1 and not is_ahead and draw(st.integers(0, 4)) == 4
-    epochs = 1 if is_long else draw(st.integers(1, 2))
-    skips = (
-        draw(st.sets(st.integers(0, steps * epochs - 1), max_size=3))
-        if draw(st.sampled_from([False, True, False]))
-        else ()
-    )
+    # Where an epoch's planned weights are all 0 its planned divisor says nothing of true amounts.
+    may_say_amounts &= plan["normalize"] != "epoch" or loss_weight == "samples"
+    says_amounts = may_say_amounts and choices.chance(0.8)
+    has_closure = passes == 1 and not is_ahead and choices.chance(0.4)
+    skips = {choices.integer(0, steps * epochs - 1) for _ in range(choices.of([0, 0, 1, 2, 3]))}
     # Several steps at once are given up with a wrapper that reads ahead when each had its backward passes.
-    skips_after = 99 if is_ahead and passes > 1 else draw(st.sampled_from([0, 1, 0, 2, 3]))
-    may_have_second = passes == 1 and not has_closure
+    skips_after = 99 if is_ahead and passes > 1 else choices.of([0, 1, 1, 1, 2])
+    # Where a wrapper reads ahead nobody may leave steps out, and every step needs its backward pass.
+    has_second = passes == 1 and not has_closure and choices.chance(0.7)
+    fillers = choices.of(["nan", "skipped", "skipped", "skipped", "skipped"]) if ranks > 1 and not is_ahead else "nan"
     # Horovod makes of sparse gradients, and so of their momentum, another kind than one rank has.
     others = [given_ranks] if given_ranks else [1] if model == "sparse" and ranks == 1 else [2, 3, 4, 5]
     others += [1] * (model != "sparse" and given_ranks is None)
-    does_resume = draw(st.integers(0, 3)) == 3
-    # Where a wrapper reads ahead every step needs its backward pass.
-    fillers = draw(st.sampled_from(["nan", "skipped", "skipped"])) if ranks > 1 and not is_ahead else "nan"
     return Job(
         ranks=ranks,
         batch_size=batch_size,
@@ -156,47 +152,41 @@ def jobs(draw: st.DrawFn, ranks: int | None = None) -> Job:
         epochs=epochs,
         loss_weight=loss_weight,
         amounts=drawn_weights(seed + 1, samples) if says_amounts else None,
-        speeds=_speeds(draw, ranks),
+        speeds=_speeds(choices, ranks),
         plan=plan,
         optimizer=optimizer,
         loop=loop,
         fillers=fillers,
-        average="closure" if has_closure else "before" if is_ahead else draw(st.sampled_from(["before", "after"])),
-        clips=draw(st.booleans()) and not has_closure,
+        average="closure" if has_closure else "before" if is_ahead else choices.of(["before", "after"]),
+        clips=choices.chance(0.5) and not has_closure,
         losses=losses,
         skips=sorted(skips),
         skips_after=max(1, skips_after) if says_amounts else skips_after,  # for every batch set_weight is called
-        zeroes=draw(st.integers(0, 3)) == 3,
-        second_every=draw(st.sampled_from([0, 0, 0, 1, 2, 3])) if may_have_second else 0,
-        evaluates=draw(st.integers(0, 3)) == 3,
-        resumes=_resumes(draw, others, plan, samples, epochs, steps) if does_resume else None,
+        zeroes=choices.chance(0.25),
+        second_every=(1 if is_ahead else choices.of([1, 2, 3])) if has_second else 0,
+        evaluates=choices.chance(0.25),
+        begins_anew=choices.chance(0.5) and not is_ahead,
+        resumes=_resumes(choices, others, plan, samples, epochs, steps) if choices.chance(0.25) else None,
     )
 
 
-def _speeds(draw: st.DrawFn, ranks: int) -> list[float] | None:
-    return draw(st.none() | st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=ranks, max_size=ranks))
+def _samples(choices: Choices, ranks: int, batch_size: int, steps: int, often_few: bool) -> int:
+    """Return how many samples make so many steps; often the last one has so few that some ranks hold fillers."""
+    most = batch_size * ranks
+    if ranks > 1 and choices.chance(0.95 if often_few else 0.8):
+        most = ranks - 1
+    return (steps - 1) * batch_size * ranks + choices.integer(1, most)
 
 
-def _resumes(draw: st.DrawFn, ranks: list[int], plan: dict[str, Any], samples: int, epochs: int, steps: int) -> Any:
-    world = {
-        "ranks": draw(st.sampled_from(ranks)),
-        "batch_size": draw(st.integers(plan["min_local_batch"], 5)),
-    }
+def _speeds(choices: Choices, ranks: int) -> list[float] | None:
+    return [choices.of([0.5, 1.0, 3.0]) for _ in range(ranks)] if choices.chance(0.5) else None
+
+
+def _resumes(
+    choices: Choices, ranks: list[int], plan: dict[str, Any], samples: int, epochs: int, steps: int
+) -> dict[str, Any] | None:
+    world = {"ranks": choices.of(ranks), "batch_size": choices.integer(plan["min_local_batch"], 5)}
     if plan["drop_last"] and world["ranks"] * world["batch_size"] > samples:
         return None  # nothing at all would be left of an epoch
-    place = {"epoch": draw(st.integers(0, epochs - 1)), "steps": draw(st.integers(1, steps))}
-    return {**place, **world, "speeds": _speeds(draw, world["ranks"])}
-
-
-def drawn_jobs(count: int, ranks: int | None = None) -> list[Job]:
-    """Return so many different jobs, always the same."""
-    drawn: dict[str, Job] = {}
-
-    @settings(max_examples=2 * count, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
-    @given(jobs(ranks))
-    def collect(job: Job) -> None:
-        drawn[repr(job)] = job
-
-    collect()
-    assert len(drawn) >= count
-    return list(drawn.values())[:count]
+    place = {"epoch": choices.integer(0, epochs - 1), "steps": choices.integer(1, steps)}
+    return {**place, **world, "speeds": _speeds(choices, world["ranks"])}

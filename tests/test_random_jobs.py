@@ -1,12 +1,15 @@
 """Random jobs on ranks of this process: no wrong gradient, no lost sample.
 
-``CHRONICA_RANDOM_JOBS=1000`` draws so many of them.
+``CHRONICA_RANDOM_JOBS=1000`` draws so many of them. Each is named by its number: ``random_job(17)`` is the job of
+``test_a_random_job_equals_a_single_process[17]``.
 """
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -16,42 +19,13 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import Phase, given, settings
 from inprocess import run_ranks
 from job_check import LIMITS, check
+from job_effects import EFFECTS, effects
 from job_model import Model
 from job_training import StepLoop, Trained, Training, trained_within
-from random_jobs import Job, drawn_jobs, jobs
+from random_jobs import Job, random_job
 
-WEIGHTS = {"samples", "sizes", "array", "sum"}
-OPTIMIZER_OPTIONS = (
-    "groups",
-    "compression",
-    "gradient_predivide_factor",
-    "sparse_as_dense",
-    "lookahead",
-    "backward_passes_per_step",
-)
-#: What must occur in jobs, besides options.
-KINDS: list[Callable[[Job], bool]] = [
-    lambda job: job.losses > 1,
-    lambda job: job.average == "closure",
-    lambda job: job.average == "closure" and job.plan["micro_batches"] != 1,
-    lambda job: bool(job.skips) and job.skips_after == 0,
-    lambda job: bool(job.skips) and job.skips_after > 0,
-    lambda job: bool(job.skips) and job.steps_per_update > 1,
-    lambda job: job.zeroes,
-    lambda job: job.second_every == 1,
-    lambda job: job.second_every > 1,
-    lambda job: job.second_every > 1 and "lookahead" in job.optimizer,
-    lambda job: job.evaluates,
-    lambda job: job.resumes is not None and job.resumes["ranks"] != job.ranks,
-    lambda job: job.resumes is not None and job.resumes["batch_size"] != job.batch_size,
-    lambda job: job.resumes is not None and job.moves_samples,
-    lambda job: job.model == "gated" and "groups" in job.optimizer and job.ranks > 1,
-    lambda job: job.steps_per_update > 1 and "lookahead" in job.optimizer,
-    lambda job: job.steps_per_update > 1 and job.fillers == "skipped",
-]
 JOBS = int(os.environ.get("CHRONICA_RANDOM_JOBS", "300"))
 
 
@@ -64,9 +38,10 @@ def _one_torch_thread() -> Any:
     torch.set_num_threads(threads)
 
 
-@settings(max_examples=JOBS, derandomize=True, database=None, deadline=None, phases=[Phase.generate, Phase.shrink])
-@given(job=jobs())
-def test_a_random_job_equals_a_single_process(saw_error: Callable[[str, float], None], job: Job) -> None:
+@pytest.mark.parametrize("number", range(JOBS))
+def test_a_random_job_equals_a_single_process(number: int, saw_error: Callable[[str, float], None]) -> None:
+    job = random_job(number)
+    print(f"random_job({number}) is {job}")  # shown where it fails
     errors = check(job, trained_within(job))
     if not job.is_rounded:
         saw_error(f"random jobs ({job.dtype})", max(errors.values()) * LIMITS[job.dtype])
@@ -109,6 +84,20 @@ def test_fillers_left_out_with_several_steps_per_update(average: str) -> None:
     options = {"op": "Average", "backward_passes_per_step": 2}
     sizes = [1] * (3 * 9 + 1)  # the last step has one sample, and is the second of its update
     job = plain_job(sizes=sizes, optimizer=options, fillers="skipped", average=average)
+    check(job, trained_within(job))
+
+
+def test_a_rank_without_gradients_gets_them_in_the_layout_of_the_parameters() -> None:
+    """Horovod gives it contiguous zeros, on which torch would add what has another layout."""
+    sizes = [1] * (3 * 9 + 1)  # in the last step of an epoch two ranks hold fillers
+    job = plain_job(model="image", sizes=sizes, fillers="skipped")
+    check(job, trained_within(job))
+
+
+def test_sparse_gradients_are_told_of_in_the_step_after_one_that_was_given_up() -> None:
+    """A rank that has none in its first update must know that the others' are sparse."""
+    options = {"op": "Average", "sparse_as_dense": False}
+    job = plain_job(model="sparse", sizes=[1] * 10, optimizer=options, fillers="skipped", skips=[0])
     check(job, trained_within(job))
 
 
@@ -221,44 +210,79 @@ def test_the_turns_that_ranks_take_change_nothing() -> None:
         np.testing.assert_array_equal(other.parameters["0.hidden.weight"], every[0].parameters["0.hidden.weight"])
 
 
-def test_the_jobs_are_of_all_kinds() -> None:
+#: What options of jobs must have: each of the values so many times in 300 jobs.
+MAIN = 50
+RARE = 10
+VALUES: list[tuple[int, Callable[[Job], Any], set[Any]]] = [
+    (MAIN, lambda job: min(job.ranks, 3), {2, 3}),
+    (RARE, lambda job: job.ranks, {1, 2, 3, 4, 5}),
+    (MAIN, lambda job: job.model, {"dense", "gated", "bag", "sparse", "image"}),
+    (MAIN, lambda job: job.dtype, {"float64", "float32"}),
+    (RARE, lambda job: job.dtype, {"bfloat16"}),
+    (MAIN, lambda job: job.loop, {"plain", "steps"}),
+    (RARE, lambda job: job.loop, {"ahead", "steps_ahead"}),
+    (MAIN, lambda job: job.fillers, {"nan", "skipped"}),
+    (MAIN, lambda job: job.average, {"before", "after"}),
+    (RARE, lambda job: job.average, {"closure"}),
+    (MAIN, lambda job: job.clips, {False, True}),
+    (MAIN, lambda job: job.steps_per_update > 1, {False, True}),
+    (RARE, lambda job: job.steps_per_update, {1, 2, 3}),
+    (RARE, lambda job: job.losses, {1, 2, 3}),
+    (RARE, lambda job: job.second_every, {1, 2}),
+    (MAIN, lambda job: job.evaluates, {False, True}),
+    (MAIN, lambda job: "array" if isinstance(job.loss_weight, list) else job.loss_weight, {"samples", "sizes", "sum"}),
+    (MAIN, lambda job: isinstance(job.loss_weight, list), {True}),
+    (RARE, lambda job: job.amounts is not None, {True}),
+    (MAIN, lambda job: 0 in job.sizes, {False, True}),
+    (MAIN, lambda job: job.plan["micro_batches"], {1, "auto"}),
+    (RARE, lambda job: job.plan["micro_batches"], {2, 3}),
+    (MAIN, lambda job: job.plan["padding"], {"max", "none"}),
+    (MAIN, lambda job: job.plan["local_batch"], {"free", "equal"}),
+    (MAIN, lambda job: job.plan["reorder"], {"batch", "window"}),
+    (MAIN, lambda job: job.plan["normalize"], {None, "step", "epoch"}),
+    (MAIN, lambda job: job.plan["policy"], {"balanced"}),
+    (RARE, lambda job: job.plan["policy"], {"plain", "static", "dynamic", "guided"}),
+    (MAIN, lambda job: job.plan["first"], {None, "largest"}),
+    (MAIN, lambda job: job.plan["min_local_batch"], {1, 2, 3}),
+    (RARE, lambda job: job.plan["drop_last"], {True}),
+    (RARE, lambda job: "indices" in job.plan, {True}),
+    (RARE, lambda job: job.plan.get("max_size") is not None, {True}),
+    (RARE, lambda job: type(job.plan["cost"]), {type(None), dict, list}),
+    (MAIN, lambda job: job.optimizer["op"], {"Average", "Sum"}),
+    (MAIN, lambda job: "groups" in job.optimizer, {True}),
+    (RARE, lambda job: job.optimizer.get("groups"), {1, 2, 3}),
+    (MAIN, lambda job: "gradient_predivide_factor" in job.optimizer, {True}),
+    (RARE, lambda job: "compression" in job.optimizer, {True}),
+    (RARE, lambda job: job.optimizer.get("sparse_as_dense"), {False, True}),
+    (MAIN, lambda job: "lookahead" in job.optimizer, {True}),
+]
+
+
+@pytest.fixture(scope="module")
+def drawn() -> list[Job]:
+    return [random_job(number) for number in range(300)]
+
+
+@pytest.mark.parametrize("place", range(len(VALUES)))
+def test_the_jobs_have_all_options(place: int, drawn: list[Job]) -> None:
     """Else the test above proves less than it says."""
-    drawn = drawn_jobs(300)
-    _at_least(8, drawn, lambda job: job.ranks, {1, 2, 3, 4, 5})
-    _at_least(30, drawn, lambda job: job.model, {"dense", "gated", "bag", "sparse", "image"})
-    _at_least(20, drawn, lambda job: job.dtype, {"float32", "float64", "bfloat16"})
-    _at_least(30, drawn, lambda job: job.loop, {"plain", "steps", "ahead", "steps_ahead"})
-    _at_least(20, drawn, lambda job: "array" if isinstance(job.loss_weight, list) else job.loss_weight, WEIGHTS)
-    for name, values in {
-        "micro_batches": {1, 2, 3, "auto"},
-        "padding": {"max", "none"},
-        "local_batch": {"free", "equal"},
-        "reorder": {"batch", "window"},
-        "normalize": {None, "step", "epoch"},
-        "policy": {"balanced", "plain", "static", "dynamic", "guided"},
-        "first": {None, "largest"},
-        "min_local_batch": {1, 2, 3},
-        "drop_last": {False, True},
-    }.items():
-        _at_least(10, drawn, lambda job, name=name: job.plan[name], values)
-    for name in OPTIMIZER_OPTIONS:
-        _at_least(10, drawn, lambda job, name=name: name in job.optimizer, {True})
-    _at_least(20, drawn, lambda job: job.amounts is not None, {True})
-    _at_least(20, drawn, lambda job: job.fillers, {"nan", "skipped"})
-    _at_least(5, drawn, lambda job: "indices" in job.plan, {True})
-    _at_least(5, drawn, lambda job: job.plan.get("max_size") is not None, {True})
-    _at_least(20, drawn, lambda job: job.optimizer["op"], {"Average", "Sum"})
-    _at_least(20, drawn, lambda job: 0 in job.sizes, {True})
-    for kind in KINDS:
-        _at_least(5, drawn, kind, {True})
+    least, value_of, values = VALUES[place]
+    found = collections.Counter(map(value_of, drawn))
+    assert min(found[value] for value in values) >= least, found
 
 
-def _at_least(times: int, drawn: list[Job], kind_of: Callable[[Job], Any], kinds: set[Any]) -> None:
-    found = [kind_of(job) for job in drawn]
-    counts = {kind: found.count(kind) for kind in kinds}
-    assert min(counts.values()) >= times, counts
+def test_all_effects_are_had(drawn: list[Job]) -> None:
+    found = collections.Counter(itertools.chain.from_iterable(map(effects, drawn)))
+    assert found.keys() <= EFFECTS
+    assert min(found[effect] for effect in EFFECTS) >= RARE, found
+
+
+def test_a_job_is_drawn_by_its_number_alone() -> None:
+    assert random_job(7) == random_job(7) != random_job(8)
+    assert len({repr(random_job(number)) for number in range(100)}) == 100
 
 
 def test_a_job_is_json() -> None:
-    for job in drawn_jobs(20):
+    for number in range(20):
+        job = random_job(number)
         assert Job(**json.loads(json.dumps(dataclasses.asdict(job)))) == job

@@ -12,7 +12,7 @@ import pytest
 from job_check import LIMITS, check, relative_error
 from job_training import Trained, trained_within
 from launch import Launch, horovodrun, succeeded
-from random_jobs import Job, drawn_jobs
+from random_jobs import Job, random_job
 
 pytestmark = pytest.mark.parallel
 
@@ -20,10 +20,8 @@ JOBS = 40
 every_job = pytest.mark.parametrize(("ranks", "number"), [(ranks, n) for ranks in (2, 3) for n in range(JOBS)])
 
 
-@functools.cache
 def of_ranks(ranks: int) -> list[Job]:
-    """Return a sample of the jobs of so many ranks; those drawn one after the other are often alike."""
-    return drawn_jobs(5 * JOBS, ranks)[::5]
+    return [random_job(number, ranks) for number in range(JOBS)]
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +41,13 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Launch
 def test_a_random_job_of_ranks_equals_a_single_process(
     ranks: int, number: int, launched: Callable[[int], Launch]
 ) -> None:
-    check(of_ranks(ranks)[number], _trained(launched(ranks), ranks, number))
+    check(random_job(number, ranks), _trained(launched(ranks), ranks, number))
 
 
 @every_job
 def test_ranks_in_one_process_do_what_ranks_do(ranks: int, number: int, launched: Callable[[int], Launch]) -> None:
     """Else what they prove would prove nothing of real ones."""
-    job = of_ranks(ranks)[number]
+    job = random_job(number, ranks)
     for real_leg, leg in zip(_trained(launched(ranks), ranks, number), trained_within(job), strict=True):
         for real, played in zip(real_leg, leg, strict=True):
             assert real.taken == played.taken
