@@ -1,4 +1,4 @@
-"""Gather: every collective of ours, each with a name and a fixed shape."""
+"""Gather: what ranks ask of one another, by collectives that each have a name and a fixed shape."""
 
 from __future__ import annotations
 

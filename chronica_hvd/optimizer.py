@@ -35,7 +35,7 @@ def DistributedOptimizer(  # noqa: N802 (it takes the place of hvd.DistributedOp
 
     After the allreduce each rank holds the gradient of the mean loss over the global batch, however it was split. Use
     it exactly as Horovod's, ``synchronize()`` and ``skip_synchronize()`` included. The ranks' plans are compared in the
-    first step of every epoch and of every 64.
+    first step of every loop over the loader, and of every 64.
 
     Hooks on parameters (``register_hook``, ``register_post_accumulate_grad_hook``, multi-gradient hooks) are called as
     ever. Hooks that others put on the very nodes that accumulate gradients see ``None`` from a step's second
@@ -49,8 +49,8 @@ def DistributedOptimizer(  # noqa: N802 (it takes the place of hvd.DistributedOp
         ``model.named_parameters()``.
     sampler
         The :class:`BatchSampler` whose batches are trained on; ``None``: every weight is 1. Several optimizers may
-        share one (two networks trained on the same batches); without a ``lookahead`` one may leave steps out that
-        another trains on.
+        share one (two networks trained on the same batches); without a ``lookahead`` one may, on all ranks alike,
+        leave steps out that another trains on.
     lookahead
         How many steps beyond the one trained on a wrapper has taken from the loader. Then ``backward()`` must be called
         for every step, with micro-batches exactly once for each, in order.
@@ -70,8 +70,9 @@ def DistributedOptimizer(  # noqa: N802 (it takes the place of hvd.DistributedOp
         Before ``backward()``: what the micro-batch at work really counts in the denominator of the loss, where that is
         known only after reading it (say, its number of valid tokens); not negative. The gradient is then that of
         the mean over the true amounts of the global batch; with ``normalize="epoch"`` it is divided as planned. To be
-        called for every batch, from the first one of an epoch on; micro-batches it is not called for count as
-        planned, fillers 0. On a rank whose amount is 0, ``backward()`` may be left out.
+        called for every batch, from the first one of an epoch on, in about the unit of the sampler's ``loss_weight``
+        (in half precision a much larger one may overflow); micro-batches it is not called for count as planned,
+        fillers 0. On a rank whose amount is 0, ``backward()`` may be left out.
     ``step(closure)``
         As torch's: the closure is called as often as the optimizer asks, each time its gradients are combined, and the
         optimizer gets the mean loss of the global batch. With micro-batches it returns a list of one for each.

@@ -155,6 +155,21 @@ def test_optimizers_that_share_a_sampler_read_ahead_alike() -> None:
         progress.end(1, epoch=0)  # as the second has left one out
 
 
+def test_a_loop_left_early_leaves_nothing_behind() -> None:
+    loop = Loop(lookahead=1)
+    loop.take(SEVERAL[0])
+    loop.take(SEVERAL[1])
+    loop.cursor.repeat()
+    loop.backward()
+    loop.iteration = loop.progress.begin()
+    with pytest.raises(RuntimeError, match="no step is at work"):
+        loop.progress.latest()
+    loop.take(SINGLE[2])
+    loop.take(SINGLE[3])
+    assert loop.progress.latest().ticket is SINGLE[2]
+    assert loop.backward() == loop.progress.weight == 3.0
+
+
 # Counts that the ranks compare. ---------------------------------------------------------------------------------------
 
 

@@ -88,6 +88,7 @@ def _loops(ranks: int) -> list[Case]:
         base(ranks, "scheduler", update="scheduler", broadcast=True),
         base(ranks, "fillers-without-backward", update="skip_fillers"),
         base(ranks, "scaler-inf", update="scaler_inf"),
+        base(ranks, "synchronized-twice", update="twice"),
         base(ranks, "adam", inner="adam"),
         base(ranks, "adam-broadcast", inner="adam", broadcast=True),
         base(ranks, "set-to-none", set_to_none=True),

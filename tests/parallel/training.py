@@ -37,7 +37,7 @@ class Case:
     cut: int | None = None  # seed of other cuts into micro-batches than the plan's
     pieces: int | None = None  # so many micro-batches where a cut has enough samples, instead of 1 to 4
     loop: str = "plain"  # or "steps", "ahead", "steps_ahead"
-    update: str = "plain"  # or "clip", "scheduler", "skip_fillers", "scaler", "scaler_inf", "closure"
+    update: str = "plain"  # or "clip", "scheduler", "skip_fillers", "scaler", "scaler_inf", "closure", "twice"
     inner: str = "sgd"  # the torch optimizer, or "adam", "lbfgs"
     amounts: bool = False  # loss weights known only when a batch is read, other than the planned ones
     accumulate: int = 1  # steps of the sampler in an update

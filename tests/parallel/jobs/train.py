@@ -177,6 +177,11 @@ def update(run: Run) -> None:
         with run.optimizer.skip_synchronize():
             run.scaler.step(run.optimizer)
         run.scaler.update()
+    elif run.case.update == "twice":
+        run.optimizer.synchronize()
+        run.optimizer.synchronize()
+        with run.optimizer.skip_synchronize():
+            run.optimizer.step()
     elif run.case.update == "clip":
         run.optimizer.synchronize()
         torch.nn.utils.clip_grad_norm_(run.model.parameters(), CLIP)
