@@ -133,6 +133,7 @@ class Training:
         """Leave the loop after a micro-batch of its first step, and forget the gradients."""
         batch = next(iter(next(iter(self.loader.steps()))))
         for model, optimizer in self._pairs():
+            model.zero_grad()  # torch cannot add to what sparse_as_dense has left
             if self.job.amounts is not None:
                 optimizer.set_weight(1.0)
             (loss_of(self.data, model, batch) * float("nan")).backward()
