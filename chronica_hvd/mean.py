@@ -161,4 +161,4 @@ def _amount(step: OpenStep, micro_batch: int, given: Any) -> float:
             'with loss_weight="sum" nothing says what a value counts: give the mean over the micro-batch and how much '
             "it is the mean of, mean.add(total / number, amount=number)"
         )
-    return step.weights[micro_batch] / ticket.unit
+    return step.weights[micro_batch] / ticket.unit if ticket.unit else 0.0

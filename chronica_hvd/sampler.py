@@ -190,15 +190,16 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
         rank = self.world.rank
         part = plan.part(step, rank)
         divisor = float(plan.divisors[step])
+        divides_by_own = self._planner.options.normalize != "epoch"
         return StepTicket(
             epoch,
             step,
             weights=tuple(plan.factors[part].tolist()),
             fingerprint=plan.fingerprint,
             work=tuple(map(self._planner.workload.work, plan.batches(step, rank), plan.lengths[part].tolist())),
-            unit=plan.ranks / divisor if divisor else 1.0,
+            unit=plan.ranks / divisor if divisor else float(divides_by_own),
             is_filler=bool(plan.counts[step, rank] == 0),
-            divides_by_own=self._planner.options.normalize != "epoch",
+            divides_by_own=divides_by_own,
         )
 
     def steps(self) -> Iterator[list[list[int]]]:

@@ -16,7 +16,8 @@ class StepTicket:
     weights, work
         This rank's gradient factors, and what is computed; one each per micro-batch.
     unit
-        The factor of one unit of loss weight, ranks ÷ divisor (1 where the divisor is 0); NaN where losses are summed.
+        The factor of one unit of loss weight, ranks ÷ divisor; NaN where losses are summed. Where the divisor is 0 any
+        number does if the step divides by its own true weight, and 0 if not.
     is_filler
         Whether the samples count elsewhere, and here only keep the rank in step.
     divides_by_own

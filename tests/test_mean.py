@@ -394,3 +394,16 @@ def test_ranks_that_give_amounts_and_others_that_do_not_are_all_told() -> None:
         return str(raised.value)
 
     assert len(set(run_ranks(2, error_of))) == 1
+
+
+def test_nothing_counts_in_the_rest_of_an_epoch_without_weights() -> None:
+    options = {"num_replicas": 1, "rank": 0, "shuffle": False, "loss_weight": [1.0, 0.0, 0.0], "normalize": "epoch"}
+    sampler = chronica.BatchSampler([1, 1, 1], 1, **options)
+    next(iter(chronica.DataLoader(range(3), batch_sampler=sampler)))
+    resumed = chronica.BatchSampler([1, 1, 1], 2, **options)  # another world: only what is left is planned
+    resumed.load_state_dict(sampler.state_dict())
+    mean = chronica.Mean(resumed)
+    for _ in chronica.DataLoader(range(3), batch_sampler=resumed):
+        assert resumed.progress.latest().ticket.unit == 0.0
+        mean.add(5.0)
+    assert math.isnan(mean.result())
