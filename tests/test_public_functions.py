@@ -292,7 +292,7 @@ def of_average() -> Case:
 def of_add() -> Case:
     of, loop = in_the_middle()
     mean = chronica.Mean(of)
-    mean.add(3.0)
+    mean.add(3.0, amount=2.0)
     next(loop)
     return Case(mean.add, {"value": 2.0, "amount": 1.0}, lambda: (mean.result(), position(of)))
 

@@ -61,11 +61,11 @@ class Case:
     def promise(self) -> str:
         """Which promise of docs/guarantees.md this run is about."""
         kinds = {
+            "half-precision compression": "compression" in self.optimizer,
+            "bfloat16 gradients": self.model == "half",
             "set_weight": self.amounts,
             "closures": self.update == "closure",
             "several steps or losses in an update": self.accumulate > 1 or self.losses > 1,
-            "half-precision compression": "compression" in self.optimizer,
-            "bfloat16 gradients": self.model == "half",
             "channels_last gradients": self.model == "convolution",
             "sparse gradients": self.model == "bag",
             "groups, parameters unused on some rank": self.model == "experts" or "groups" in self.optimizer,

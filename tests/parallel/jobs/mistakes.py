@@ -200,8 +200,9 @@ def amount_before_any_batch(run: Run) -> None:
 
 def amounts_from_the_second_step_on(run: Run) -> None:
     batches = iter(run.loader)
-    next(batches)
-    run.optimizer.skip_step()
+    run.loss(next(batches)).backward()
+    run.optimizer.synchronize()
+    run.optimizer.zero_grad()
     next(batches)
     run.optimizer.set_weight(1.0)
 
