@@ -63,8 +63,8 @@ class Case:
         kinds = {
             "half-precision compression": "compression" in self.optimizer,
             "bfloat16 gradients": self.model == "half",
-            "set_weight": self.amounts,
             "closures": self.update == "closure",
+            "set_weight": self.amounts,
             "several steps or losses in an update": self.accumulate > 1 or self.losses > 1,
             "channels_last gradients": self.model == "convolution",
             "sparse gradients": self.model == "bag",
