@@ -1,7 +1,7 @@
 """Random jobs on ranks of this process: no wrong gradient, no lost sample.
 
-``CHRONICA_RANDOM_JOBS=1000`` draws so many of them. Each is named by its number: ``random_job(17)`` is the job of
-``test_a_random_job_equals_a_single_process[17]``.
+1000 of them, or as many as ``CHRONICA_RANDOM_JOBS`` of the environment says. Each is named by its number:
+``random_job(17)`` is the job of ``test_a_random_job_equals_a_single_process[17]``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from job_model import Model
 from job_training import StepLoop, Trained, Training, trained_within
 from random_jobs import Job, random_job
 
-JOBS = int(os.environ.get("CHRONICA_RANDOM_JOBS", "300"))
+JOBS = int(os.environ.get("CHRONICA_RANDOM_JOBS", "1000"))
 
 
 @pytest.fixture(scope="module", autouse=True)
