@@ -160,6 +160,8 @@ class Cursor:
     def at_work(self) -> OpenStep:
         """Return the step that the next backward pass belongs to; a RuntimeError as :meth:`work`."""
         self.refuse_none()
+        if len(self.open) == 1:
+            return self.open[0]
         lookahead = self.lookahead or 0
         if len(self.open) > self._passes + lookahead:
             raise RuntimeError(
@@ -377,7 +379,7 @@ class Cursor:
 
     def _closing(self) -> list[OpenStep]:
         """Return the steps that an update now would finish: those worked on, or the oldest, left out as a whole."""
-        if self._passes > 1 and not self.lookahead:
+        if len(self.open) <= 1 or (self._passes > 1 and not self.lookahead):
             return list(self.open)
         worked_on = list(itertools.takewhile(lambda step: step.reached > 0, self.open))
         return worked_on or list(itertools.islice(self.open, 1))

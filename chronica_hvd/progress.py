@@ -150,7 +150,8 @@ class Progress:
 
     def _followers(self) -> list[Cursor]:
         """Return the cursors whose optimizers live."""
-        self._cursors = [(owner, cursor) for owner, cursor in self._cursors if owner() is not None]
+        if any(owner() is None for owner, _ in self._cursors):
+            self._cursors = [(owner, cursor) for owner, cursor in self._cursors if owner() is not None]
         return [cursor for _, cursor in self._cursors]
 
     def _all(self) -> list[Cursor]:
