@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ class TrueAmounts:
         Of the collective.
     optimizer
         Horovod's: the sum is reduced in the same way as its gradients, so that Horovod sends them together.
+    parameters
+        Whose gradients they are; the sum is of the widest of their types.
 
     Attributes
     ----------
@@ -35,22 +37,23 @@ class TrueAmounts:
         Whether all ranks know that it is used, and so send theirs in every step.
     """
 
-    def __init__(self, world: World, name: str, optimizer: Any) -> None:
+    def __init__(self, world: World, name: str, optimizer: Any, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._world = world
         self._name = f"chronica.amount.{name}"
         self._optimizer = optimizer
+        self._parameters = parameters
+        dtypes = [parameter.dtype for parameter in parameters]
+        self._dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
         self._handle: Any = None
         self.is_used = False
         self.is_agreed = False
 
-    def send(self, weights: Sequence[float], parameters: Iterable[torch.nn.Parameter]) -> None:
+    def send(self, weights: Sequence[float]) -> None:
         """Send the sum of this rank's factors in the step at work, if all ranks do and it was not sent before."""
         if not self.is_agreed or self._handle is not None:
             return
         hvd = horovod()
-        held = list(parameters)
-        dtype = functools.reduce(torch.promote_types, [parameter.dtype for parameter in held], torch.float32)
-        own = torch.full((1,), sum(weights), dtype=dtype, device=held[0].device)
+        own = torch.full((1,), sum(weights), dtype=self._dtype, device=self._parameters[0].device)
         optimizer = self._optimizer
         divide = optimizer.gradient_predivide_factor if optimizer.op == hvd.Average else 1.0
         self._handle = hvd.allreduce_async(
@@ -68,7 +71,7 @@ class TrueAmounts:
             handle, self._handle = self._handle, None
             horovod().synchronize(handle)
 
-    def correct(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+    def correct(self) -> None:
         """Divide the combined gradients by the true loss weight, if it was sent."""
         if self._handle is None:
             return
@@ -79,6 +82,6 @@ class TrueAmounts:
             mean = mean / self._world.size
         # Where nothing counts all gradients are 0, and stay so.
         factor = torch.where(mean > 0.0, 1.0 / mean, 0.0)
-        for parameter in parameters:
+        for parameter in self._parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor.to(parameter.grad.device))

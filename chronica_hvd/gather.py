@@ -138,14 +138,14 @@ def add_up(
     with _talking("Mean.result()"):
         own = torch.tensor([header + of_shape], dtype=torch.int64)
         every = hvd.allgather(own, name="chronica.mean.header", process_set=world.process_set).tolist()
-    numbers = {rank: row[0] for rank, row in enumerate(every)}
+    means = {rank: row[0] for rank, row in enumerate(every)}
     plans = {rank: f"{2 * row[1]:016x}" for rank, row in enumerate(every) if row[1] >= 0}
     kinds = {rank: ("planned", "given")[row[2]] for rank, row in enumerate(every) if row[2] >= 0}
     shapes = {rank: tuple(row[4 : 4 + row[3]]) for rank, row in enumerate(every) if row[3] >= 0}
-    if len(set(numbers.values())) > 1:
+    if len(set(means.values())) > 1:
         raise RuntimeError(
             "the ranks ask for the results of different Means; create them, and ask for their results, in the same "
-            f"order on every rank. Number of the Mean {_by_rank(numbers)}"
+            f"order on every rank. Number of the Mean {_by_rank(means)}"
         )
     if len(set(plans.values())) > 1:
         raise RuntimeError(
@@ -232,7 +232,7 @@ def average(value: Any, sampler: _Sampler) -> Any:
     world = horovods_world(sampler.world)
     if world.size > 1 and sampler.progress.must_compare():
         compare_plans(world, "average", Standing(step.ticket, sampler.progress.data))
-    return average_of_step(value, step, world, "chronica.average")
+    return _as_given(value, _weighted_mean(values, step, world, "chronica.average"))
 
 
 def average_of_step(value: Any, step: OpenStep, world: World, name: str) -> Any:

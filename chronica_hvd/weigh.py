@@ -75,7 +75,7 @@ class Weigher:
         self._parameters = list(parameters)
         if optimizer is not None:
             self._count = PassCount(optimizer, self._per_update)
-            self._amounts = TrueAmounts(self._world, self._name, optimizer)
+            self._amounts = TrueAmounts(self._world, self._name, optimizer, self._parameters)
         for parameter in self._parameters:
             if parameter.requires_grad:
                 node = _accumulator(parameter)
@@ -98,25 +98,21 @@ class Weigher:
                 except RuntimeError:
                     pass  # where it cannot, synchronize() is taken for the end
             if self._amounts is not None and step.is_complete:
-                self._amounts.send(step.weights, self._parameters)
+                self._amounts.send(step.weights)
         return weight
 
     def _begin_micro_batch(self, step: OpenStep) -> None:
-        if (
-            step is not self._at_work
-            and self._at_work is not None
-            and self._per_update == 1
-            and self._amounts is not None
-        ):
+        is_new, is_anew = step is not self._at_work, self._at_work is not None
+        if is_new and is_anew and self._amounts is not None:  # the step before was left half way
             self._amounts.forget()
-        if step is self._at_work and self._place and all(parameter.grad is None for parameter in self._parameters):
+        if not is_new and self._place and all(parameter.grad is None for parameter in self._parameters):
             raise RuntimeError(
                 f"the gradients of the micro-batches before this one, of step {step.ticket.step}, are gone: call "
                 "zero_grad() once in a step, before the first of them"
             )
-        if self._count is not None and (step is not self._at_work or self._per_update > 1):
+        if self._count is not None and (is_new or self._per_update > 1):
             is_first = step is self._cursor.open[0] and step.reached == 1
-            self._count.begin(step, is_first=is_first, is_anew=self._at_work is not None)
+            self._count.begin(step, is_first=is_first, is_anew=is_anew)
         self._at_work, self._place = step, step.reached
 
     def _refuse_graph(self) -> None:
@@ -164,12 +160,12 @@ class Weigher:
             self._compare(is_given_up=is_given_up)
         self._have_sparse_gradients()
         if self._amounts is not None and (weights := self._cursor.closing_weights) is not None:
-            self._amounts.send(weights, self._parameters)
+            self._amounts.send(weights)
 
     def end_synchronize(self) -> None:
         """Correct the combined gradients by the true loss weights, where these were said."""
         if self._amounts is not None:
-            self._amounts.correct(self._parameters)
+            self._amounts.correct()
 
     def finish_step(self, synchronize_ns: int = 0, finished_ns: int = 0, *, is_given_up: bool = False) -> None:
         """Note that the gradients of the step at work have been combined, how long that took and when it was."""

@@ -113,8 +113,8 @@ def replace_methods(
             combine(self)
             if loss is None:
                 return None
-            at_work = _UNWEIGHED if weigher is None else weigher.latest()
-            return average_of_step(loss, at_work, World.from_horovod(self.process_set), f"chronica.closure.{name}")
+            open_step = _UNWEIGHED if weigher is None else weigher.latest()
+            return average_of_step(loss, open_step, World.from_horovod(self.process_set), f"chronica.closure.{name}")
 
         loss = inner.step(self, evaluate)
         self._synchronized = False

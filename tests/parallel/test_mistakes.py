@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from cases import base
-from launch import launched_once
+from launch import Launch, launched_once
 from training import reference, relative_errors
 
 pytestmark = pytest.mark.parallel
@@ -108,43 +108,41 @@ def test_training_goes_on_exactly_after_a_mistake(ranks: int, mistake: str, laun
         assert max(errors.values()) <= 1e-12, errors
 
 
+def told_to_all(launch: Launch, ranks: int, difference: str) -> str:
+    """Return the one message that all ranks got for a difference, having left their parameters alone."""
+    messages = set()
+    for rank in range(ranks):
+        (kind, message), parameters_left_alone = launch.json(rank)["differences"][difference]
+        assert kind == "RuntimeError"
+        assert parameters_left_alone
+        messages.add(message)
+    [message] = messages
+    return message
+
+
 @each_size
 @pytest.mark.parametrize(
     "difference", ["seeds", "clipped", "epochs", "evaluated_seeds", "evaluated_sizes", "left_early"]
 )
 def test_ranks_with_different_plans_are_named_in_the_first_step(ranks: int, difference: str, launched: Any) -> None:
-    others = "ranks 1" if ranks == 2 else "ranks 1, 2"
-    messages = set()
-    for rank in range(ranks):
-        (kind, message), parameters_left_alone = launched(ranks).json(rank)["differences"][difference]
-        assert kind == "RuntimeError"
-        assert parameters_left_alone
-        assert "ranks 0: plan" in message
-        assert f"{others}: plan" in message
-        messages.add(message)
-    assert len(messages) == 1
+    message = told_to_all(launched(ranks), ranks, difference)
+    assert "ranks 0: plan" in message
+    assert f"{'ranks 1' if ranks == 2 else 'ranks 1, 2'}: plan" in message
     if difference == "left_early":
         assert re.search(r"ranks 0: .* 5 steps made; .* 4 steps made\. .*leave a loop early on all ranks", message)
 
 
 @each_size
 def test_data_split_by_rank_before_are_noticed_though_all_sizes_are_alike(ranks: int, launched: Any) -> None:
-    for rank in range(ranks):
-        (kind, message), parameters_left_alone = launched(ranks).json(rank)["differences"]["part_of_the_data"]
-        assert kind == "RuntimeError"
-        assert parameters_left_alone
-        assert re.search(r"different data sets \(ranks 0: data .*; ranks 1: data .*whole data set", message)
+    message = told_to_all(launched(ranks), ranks, "part_of_the_data")
+    assert re.search(r"different data sets \(ranks 0: data .*; ranks 1: data .*whole data set", message)
 
 
 @each_size
 def test_a_step_that_some_ranks_leave_out_is_noticed(ranks: int, launched: Any) -> None:
-    for rank in range(ranks):
-        (kind, message), parameters_left_alone = launched(ranks).json(rank)["differences"]["left_out_alone"]
-        assert kind == "RuntimeError"
-        assert parameters_left_alone
-        assert re.search(f"lack their samples: {re.escape(str([0] + [1] * (ranks - 1)))} steps had no", message), (
-            message
-        )
+    message = told_to_all(launched(ranks), ranks, "left_out_alone")
+    left_out = [0] + [1] * (ranks - 1)
+    assert f"lack their samples: {left_out} steps had no" in message
 
 
 @each_size

@@ -127,12 +127,17 @@ def gradients_with_a_graph(run: Run) -> None:
     run.loss(next(iter(run.loader))).backward(create_graph=True)
 
 
-def gradients_forgotten_on_their_way(run: Run) -> None:
+def after_backward(run: Run, mistake: Callable[[], object]) -> None:
+    """Make a mistake between a step's backward pass and its update, then give the step up."""
     run.loss(next(iter(run.loader))).backward()
     try:
-        run.optimizer.zero_grad()
+        mistake()
     finally:
         run.optimizer.skip_step()
+
+
+def gradients_forgotten_on_their_way(run: Run) -> None:
+    after_backward(run, run.optimizer.zero_grad)
 
 
 def scaler_without_synchronize(run: Run) -> None:
@@ -145,29 +150,23 @@ def scaler_without_synchronize(run: Run) -> None:
 
 
 def clipped_before_synchronize(run: Run) -> None:
-    run.loss(next(iter(run.loader))).backward()
-    torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1e-3)
-    try:
+    def clip_and_step() -> None:
+        torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1e-3)
         run.optimizer.step()
-    finally:
-        run.optimizer.skip_step()
+
+    after_backward(run, clip_and_step)
 
 
 def gradients_of_the_model_forgotten(run: Run) -> None:
-    run.loss(next(iter(run.loader))).backward()
-    run.model.zero_grad()
-    try:
+    def forget_and_step() -> None:
+        run.model.zero_grad()
         run.optimizer.step()
-    finally:
-        run.optimizer.skip_step()
+
+    after_backward(run, forget_and_step)
 
 
 def state_loaded_in_the_middle_of_a_step(run: Run) -> None:
-    run.loss(next(iter(run.loader))).backward()
-    try:
-        run.optimizer.load_state_dict(run.optimizer.state_dict())
-    finally:
-        run.optimizer.skip_step()
+    after_backward(run, lambda: run.optimizer.load_state_dict(run.optimizer.state_dict()))
 
 
 def update_without_a_step(run: Run) -> None:
@@ -187,11 +186,7 @@ def left_out_by_all(run: Run) -> None:
 
 
 def amount_after_backward(run: Run) -> None:
-    run.loss(next(iter(run.loader))).backward()
-    try:
-        run.optimizer.set_weight(1.0)
-    finally:
-        run.optimizer.skip_step()
+    after_backward(run, lambda: run.optimizer.set_weight(1.0))
 
 
 def amount_before_any_batch(run: Run) -> None:
