@@ -196,7 +196,7 @@ class Cursor:
 
         A step may be left out as a whole, without any backward pass.
         """
-        closing = self._closing()
+        closing = self.closing
         for step in closing:
             step.refuse_untaken("optimizer.step() or synchronize() was called")
             step.refuse_unreached()
@@ -205,14 +205,15 @@ class Cursor:
 
     def finish(self, synchronize_ns: int = 0, finished_ns: int = 0, *, is_given_up: bool = False) -> None:
         """Note that the steps at work are finished, if there are any, and how long the optimizer waited for them."""
-        for step in self._closing():
+        for step in self.closing:
             self.open.popleft()
             self.finished_steps += 1
             self._count(step, is_given_up)
             self._last, self.begun = step, step.ticket
             if self._timing is not None:
                 ticket = step.ticket
-                self._timing.finish(ticket.epoch, ticket.step, step.data_wait_ns, synchronize_ns, finished_ns)
+                times = step.data_wait_ns, synchronize_ns, finished_ns
+                self._timing.finish(ticket.epoch, ticket.step, step.micro_batches, *times)
             if self._tell_finished is not None:
                 self._tell_finished(step.ticket, is_given_up)
         self._current, self._is_repeating = None, False
@@ -224,16 +225,18 @@ class Cursor:
         The n-th backward pass then belongs to the n-th micro-batch.
         """
         self._current, self._is_repeating = None, True
-        for step in self._closing():
+        for step in self.closing:
             if step.reached:
                 step.reached, step.number = 0, UNTIMED
 
-    def must_compare(self) -> bool:
+    def must_compare(self, *, at_end: bool = False) -> bool:
         """Whether the step at work is the first of its iteration or its block that this optimizer works on.
 
-        The same on every rank; once asked after :meth:`note_compared` it is not.
+        ``at_end``: or the last of its epoch. The same on every rank; once asked after :meth:`note_compared` it is not.
         """
-        return bool(self.open) and self._compared != self._block()
+        if not self.open:
+            return False
+        return self._compared != self._block() or (at_end and self.closing[-1].ticket.is_last)
 
     def note_compared(self) -> None:
         """Note that the plan was compared over the ranks in the step at work."""
@@ -261,7 +264,7 @@ class Cursor:
 
     def end_unended_compute(self) -> None:
         """Note that the backward pass of the micro-batch at work is through, if it had one and nobody has said so."""
-        for step in self._closing():
+        for step in self.closing:
             if self._timing is not None and step.reached and self._timing.is_open(step.place):
                 self.end_compute(step.place)
 
@@ -288,7 +291,7 @@ class Cursor:
     @property
     def closing_weights(self) -> tuple[float, ...] | None:
         """The factors of all micro-batches of the steps at work; ``None`` where none is at work."""
-        closing = self._closing()
+        closing = self.closing
         return tuple(itertools.chain.from_iterable(step.weights for step in closing)) if closing else None
 
     @property
@@ -299,7 +302,7 @@ class Cursor:
     @property
     def leaves_out(self) -> bool:
         """Whether an update now would finish a step of which this rank's samples count, but were not worked on."""
-        return any(step.reached == 0 and not step.is_idle for step in self._closing())
+        return any(step.reached == 0 and not step.is_idle for step in self.closing)
 
     @property
     def oldest(self) -> StepTicket | None:
@@ -377,8 +380,9 @@ class Cursor:
             )
         step.reached += 1
 
-    def _closing(self) -> list[OpenStep]:
-        """Return the steps that an update now would finish: those worked on, or the oldest, left out as a whole."""
+    @property
+    def closing(self) -> list[OpenStep]:
+        """The steps that an update now would finish: those worked on, or the oldest, left out as a whole."""
         if len(self.open) <= 1 or (self._passes > 1 and not self.lookahead):
             return list(self.open)
         worked_on = list(itertools.takewhile(lambda step: step.reached > 0, self.open))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from chronica_hvd.progress import Progress
 from chronica_hvd.tickets import OpenStep, StepTicket
@@ -19,6 +20,8 @@ from chronica_hvd.world import World, horovod
 
 #: Of a tensor of torch's.
 MOST_DIMENSIONS = 64
+
+_NOTHING = np.empty(0)
 
 
 class _Sampler(Protocol):
@@ -41,8 +44,19 @@ class Standing(NamedTuple):
     idle: int = 0
 
 
-def compare_plans(world: World, name: str, standing: Standing, notes: Sequence[int] = ()) -> list[int]:
-    """Compare what all ranks are at, and return the largest of all ranks of each of the notes.
+def compare_plans(
+    world: World,
+    name: str,
+    standing: Standing,
+    notes: Sequence[int] = (),
+    telemetry: NDArray[np.float64] = _NOTHING,
+) -> tuple[list[int], NDArray[np.float64]]:
+    """Compare what all ranks are at.
+
+    Returns
+    -------
+    The largest of all ranks of each of the ``notes``, and (ranks, values) the ``telemetry`` of each, of one length on
+    all.
 
     Raises
     ------
@@ -51,13 +65,15 @@ def compare_plans(world: World, name: str, standing: Standing, notes: Sequence[i
         step out that others trained on. On every rank alike; the message names the ranks and what they hold.
     """
     if world.size == 1:
-        return list(notes)
+        return list(notes), telemetry[None]
     ticket = standing.ticket
     # The upper half would not fit int64; 63 bits of a hash are as good as 64.
     held = (int(ticket.fingerprint, 16) >> 1, ticket.epoch, ticket.step, standing.finished, standing.data)
     with _talking(f"the comparison of plans of step {ticket.step} of epoch {ticket.epoch}"):
-        own = torch.tensor([[*held, standing.left_out, standing.idle, *notes]], dtype=torch.int64)
-        every = horovod().allgather(own, name=f"chronica.plan.{name}", process_set=world.process_set).tolist()
+        numbers = np.array([*held, standing.left_out, standing.idle, *notes], dtype=np.int64)
+        own = torch.from_numpy(np.concatenate([numbers, telemetry.view(np.int64)])[None])  # bits travel as they are
+        gathered = horovod().allgather(own, name=f"chronica.plan.{name}", process_set=world.process_set).numpy()
+    every = gathered[:, : numbers.size].tolist()
     holders: dict[tuple[int, ...], list[int]] = {}
     for rank, row in enumerate(every):
         holders.setdefault(tuple(row[: len(held)]), []).append(rank)
@@ -72,7 +88,8 @@ def compare_plans(world: World, name: str, standing: Standing, notes: Sequence[i
             "out one rank's samples by optimizer.set_weight(0), called on it in place of backward(), after "
             "set_weight(amount) was called for every other batch"
         )
-    return [max(column) for column in list(zip(*every, strict=True))[len(held) + 2 :]]
+    largest = [max(column) for column in list(zip(*every, strict=True))[len(held) + 2 :]]
+    return largest, np.ascontiguousarray(gathered[:, numbers.size :]).view(np.float64)
 
 
 def _difference(holders: dict[tuple[int, ...], list[int]]) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 import torch.utils.data
 
 from chronica_hvd import checks
+from chronica_hvd.course import Course
 from chronica_hvd.sampler import BatchSampler
 from chronica_hvd.tickets import StepTicket
 from chronica_hvd.user_warning import warn
@@ -28,16 +29,19 @@ MOST_WORKERS = 2**16
 
 
 class _MicroBatches:
-    """The micro-batches of all steps in a row, so that torch's workers load each as a task of its own."""
+    """The micro-batches of all steps in a row, so that torch's workers load each as a task of its own.
+
+    Of the loop begun last: torch keeps this object for several loops where workers are persistent.
+    """
 
     def __init__(self, sampler: BatchSampler) -> None:
         self._sampler = sampler
 
     def __iter__(self) -> Iterator[list[int]]:
-        return itertools.chain.from_iterable(self._sampler.steps())
+        return itertools.chain.from_iterable(self._sampler.steps(self._sampler.course))
 
     def __len__(self) -> int:
-        return sum(len(step) for step in self._sampler.steps())
+        return sum(len(step) for step in self._sampler.steps(self._sampler.course))
 
 
 class Step:
@@ -141,21 +145,22 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 f"epoch {sampler.epoch} is trained on once more, with the same batches in the same order: call "
                 "sampler.set_epoch(epoch) before each epoch"
             )
-        # The batches and what is said of them come from one plan: set_epoch() in the middle changes neither.
-        return self._steps(enumerate(super().__iter__()), sampler.tickets(), sampler.epoch)
+        # The batches and what is said of them come from one course: set_epoch() in the middle changes neither.
+        course = sampler.begin()
+        return self._steps(enumerate(super().__iter__()), course)
 
-    def _steps(self, batches: Iterator[tuple[int, Any]], tickets: Iterator[StepTicket], epoch: int) -> Iterator[Step]:
+    def _steps(self, batches: Iterator[tuple[int, Any]], course: Course) -> Iterator[Step]:
         progress = self.batch_sampler.progress
-        iteration = progress.begin()
+        iteration = progress.begin(course)
         first = 0
-        for ticket in tickets:
+        for ticket in self.batch_sampler.tickets(course):
             micro_batches = len(ticket.weights)
             own = itertools.islice(batches, micro_batches)
             yield Step(self._hand_out(iteration, ticket, own, first), micro_batches)
             first += micro_batches
             if progress.is_given_up(ticket):
                 collections.deque(own, maxlen=0)  # what was not taken of it is loaded all the same
-        progress.end(iteration, epoch)
+        progress.end(iteration, course.epoch)
 
     def _hand_out(
         self, iteration: int, ticket: StepTicket, batches: Iterator[tuple[int, Any]], first: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from chronica_hvd import _core, checks
 from chronica_hvd.blocks import Assigned, assign, offsets
+from chronica_hvd.cost import CostModel
 from chronica_hvd.options import PlanOptions
 from chronica_hvd.plans import Plan
 from chronica_hvd.reorder import reordered
@@ -160,6 +162,17 @@ class Planner:
                 f"{self.batch_size} on each of {self.workload.ranks} ranks"
             )
 
+    def with_cost(self, cost: CostModel) -> Planner:
+        """Return a planner of the same data and options by another cost, which knows its allreduce itself.
+
+        Raises
+        ------
+        ValueError
+            The ranks' loads or speeds would be out of range.
+        """
+        options = dataclasses.replace(self.options, cost=cost, comm=0.0, indices=self.workload.indices)
+        return Planner(self.workload.sizes, self.workload.speeds, self.batch_size, options)
+
     @property
     def global_batch(self) -> int:
         """Samples in a full step, over all ranks."""
@@ -209,7 +222,7 @@ class Planner:
             assigned = assigned.with_largest_first(full_steps, options.padding == "max")
         indices = order[assigned.places]
         shape = (assigned.bounds.size, work.ranks)
-        factors, weights, divisors, spread = self._weights(indices, assigned)
+        factors, weights, divisors, spread = self._weights(indices, assigned, epoch)
         return Plan(
             indices=indices,
             offsets=offsets(assigned.held),
@@ -280,7 +293,7 @@ class Planner:
         return max(of_short, largest(lengths[:full].reshape(-1, self.batch_size, ranks), self.batch_size))
 
     def _weights(
-        self, indices: NDArray[np.int64], assigned: Assigned
+        self, indices: NDArray[np.int64], assigned: Assigned, epoch: int
     ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], float]:
         """Return the micro-batches' and the ranks' gradient factors ranks · W / ΣW, the ΣW, and their spread."""
         if self.workload.loss_weights is None:
@@ -297,13 +310,19 @@ class Planner:
             none = np.full_like(totals, np.nan)
             return assigned.is_real.astype(np.float64), ranks_are_real.astype(np.float64), none, spread
         if self.options.normalize == "epoch":
-            totals = np.full_like(totals, totals.mean())
+            totals = np.full_like(totals, self._mean_total(epoch))
         return (
             self.workload.ranks * _shares(amounts, np.repeat(totals, assigned.step_batches)),
             self.workload.ranks * _shares(of_ranks, totals[:, None]),
             totals,
             spread,
         )
+
+    def _mean_total(self, epoch: int) -> float:
+        """Return the mean over the steps of a whole epoch of their total loss weight, however much of it is left."""
+        order, weights = self.order(epoch), self.workload.loss_weights
+        total = float(order.size if weights is None else weights[order].sum())
+        return total / -(-order.size // self.global_batch)
 
     def _padding_waste(self, drawn: NDArray[np.int64], assigned: Assigned) -> float:
         if self.options.padding == "none":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from chronica_hvd import checks
 
 #: Of the layout of a state; one that an older or newer layout wrote is refused.
-VERSION = 1
+VERSION = 2
 
 #: Places in the drawn order of an epoch as half-open intervals, sorted and disjoint: first, end, first, end, …
 Intervals = tuple[int, ...]
@@ -113,6 +114,8 @@ class Position:
         Steps of this world's plan that are consumed.
     consumed
         What is consumed in all.
+    measured
+        What is known of costs: a state of :class:`chronica_hvd.Measured`; ``None`` where the cost is fixed.
     """
 
     epoch: int
@@ -121,6 +124,7 @@ class Position:
     before: Intervals
     steps: int
     consumed: Intervals
+    measured: Mapping[str, Any] | None = None
 
     def state(self, identity: Mapping[str, int | str]) -> dict[str, Any]:
         """Return it as a state, with the ``identity`` of what is trained on: data and options that must stay."""
@@ -133,6 +137,7 @@ class Position:
             "before": list(self.before),
             "steps": self.steps,
             "consumed": list(self.consumed),
+            "measured": None if self.measured is None else dict(self.measured),
         }
 
     @classmethod
@@ -158,6 +163,9 @@ class Position:
             checks.integer("the state's steps", state["steps"], least=0),
             _checked_intervals("consumed", state["consumed"], samples),
         )
+        if not isinstance(measured := state["measured"], Mapping | None):
+            raise TypeError(f"the state's measured must be a dict or None, not {measured!r}")
+        position = dataclasses.replace(position, measured=measured)
         position._refuse_contradiction(samples, bool(identity["drop_last"]))
         return position
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import weakref
 
+from chronica_hvd.course import Course
 from chronica_hvd.cursor import Cursor
+from chronica_hvd.feedback import Feedback
 from chronica_hvd.tickets import OpenStep, StepTicket
 from chronica_hvd.timing import Timing
 
@@ -27,10 +29,13 @@ class Progress:
     ----------
     data
         Tells data sets apart, as far as the loader can.
+    feedback
+        What the times of an optimizer are given to; ``None``: nobody wants them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, feedback: Feedback | None = None) -> None:
         self.data = 0
+        self.feedback = feedback
         self._iteration = 0
         self._numbers = itertools.count()
         self._number = 0  # of the step handed out last
@@ -54,16 +59,20 @@ class Progress:
             cursor.open, self._alone.open = self._alone.open, cursor.open
         self._cursors.append((weakref.ref(owner), cursor))
         self._has_had_optimizer = True
+        if self.feedback is not None and timing is not None:
+            self.feedback.lead(timing)
         return cursor
 
     # Told by the loader. ----------------------------------------------------------------------------------------------
 
-    def begin(self) -> int:
+    def begin(self, course: Course | None = None) -> int:
         """Start an iteration over the loader and forget what an earlier one left; returns its number."""
         self._iteration += 1
         self._handed_out = self._given_up = None
         for cursor in self._all():
             cursor.begin(self._iteration)
+        if self.feedback is not None and course is not None:
+            self.feedback.begin(course)
         return self._iteration
 
     def hand_out(self, iteration: int, ticket: StepTicket, data_wait_ns: int = 0, *, is_training: bool = False) -> None:

@@ -5,26 +5,27 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 from chronica_hvd import checks
-from chronica_hvd.blocks import BLOCK_STEPS
 from chronica_hvd.cost import CostModel
+from chronica_hvd.course import Course, Leg
+from chronica_hvd.feedback import Feedback
+from chronica_hvd.measured import Measured
 from chronica_hvd.options import PlanOptions
 from chronica_hvd.planned import Planned
 from chronica_hvd.planner import Planner
 from chronica_hvd.plans import Plan
 from chronica_hvd.position import Intervals, Position, Segment, digest
 from chronica_hvd.progress import Progress
+from chronica_hvd.report import EpochReport
 from chronica_hvd.tickets import StepTicket
 from chronica_hvd.workload import Workload
 from chronica_hvd.world import World, check_process_set
-
-Item = TypeVar("Item")
 
 
 class BatchSampler(Sampler[list[int] | list[list[int]]]):
@@ -44,25 +45,32 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
     process_set
         The Horovod process set that shares the data; by default all ranks.
     refresh
-        When measured costs replace the planned ones: ``"epoch"`` or ``None``. Costs are not measured yet, so the given
-        cost (by default: by size) holds throughout either way; a number of blocks is not built yet.
+        When plans follow measured times, where the cost is one that does (:class:`Measured`; by default it is, and
+        starts by size): ``"epoch"``: from the next epoch on; a number: within the epoch too, every so many blocks of 64
+        steps, from the first block on that no rank has asked for; ``None``: never.
     evaluation
         Plan for speed alone, since an evaluation has no order: every sample (of ``indices``) once over all ranks, the
         largest first, so that global batches hold samples alike. The step with the largest micro-batch comes first:
         memory runs out at once or never. All epochs have one plan. See :class:`chronica_hvd.Mean`.
+    on_report
+        A function that is given each epoch's :class:`EpochReport`, when its last step is finished; on every rank the
+        same. Its times are those of the optimizer that was wrapped last.
     options
-        The keyword options of :func:`chronica_hvd.plan`; ``epoch`` is the first epoch.
+        The keyword options of :func:`chronica_hvd.plan`; ``epoch`` is the first epoch, and ``cost`` may be a
+        :class:`Measured` too.
 
     Attributes
     ----------
     world
         This rank among the others.
+    course
+        The plan, and those that replace it within the epoch.
     batch_size, drop_last, micro_batches, evaluation
         As given.
 
     Raises
     ------
-    TypeError, ValueError, NotImplementedError
+    TypeError, ValueError
         As :func:`chronica_hvd.plan`, on construction; with ``evaluation`` also an option that contradicts it.
     RuntimeError
         Horovod is needed and is missing or not initialised.
@@ -78,8 +86,10 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
         process_set: Any = None,
         refresh: int | str | None = "epoch",
         evaluation: bool = False,
+        on_report: Callable[[EpochReport], object] | None = None,
         **options: Any,
     ) -> None:
+        measured, options["cost"] = _measured(options.get("cost"), refresh)
         checked = PlanOptions.from_keywords(options)
         self.evaluation = checks.boolean("evaluation", evaluation)
         if self.evaluation:
@@ -97,13 +107,22 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
             checked = dataclasses.replace(checked, indices=_largest_first(work), first="largest")
             self._planner = Planner(work.sizes, work.speeds, batch_size, checked)
         self._planner.workload.keep_sizes()
-        if refresh is not None and not isinstance(refresh, str):
-            raise NotImplementedError(f"refresh={refresh!r} is not built yet; this version supports 'epoch' and None")
         self.batch_size = self._planner.batch_size
         self.drop_last = checked.drop_last
         self.micro_batches = checked.micro_batches
-        self.progress = Progress()
+        self._measured = None if self.evaluation else measured
+        self._blocks_of_refresh = refresh if isinstance(refresh, int) else None
+        self._on_report = on_report
+        self._default = self._planner.workload.cost
+        self._wire()
         self._go_to(checked.epoch, self._whole(checked.epoch))
+
+    def _wire(self) -> None:
+        """Begin without a loop, and without an optimizer."""
+        feedback = None
+        if self._measured is not None or self._on_report is not None:
+            feedback = Feedback(self.world, self._measured, self._default, self._blocks_of_refresh, self._on_report)
+        self.progress = Progress(feedback)
 
     @property
     def epoch(self) -> int:
@@ -117,6 +136,7 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
         """
         epoch = checks.integer("epoch", epoch, least=0, most=checks.LARGEST_INT64)
         if epoch != self._epoch:
+            self._adopt_cost()
             keeps_plan = self.evaluation and not self._planned.segment.before
             self._go_to(epoch, self._planned if keeps_plan else self._whole(epoch))
 
@@ -125,18 +145,18 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
         """The plan of this epoch for all ranks, computed when first asked for.
 
         After :meth:`load_state_dict` in another world, or with options under which other samples would have been
-        consumed: of what was left of the epoch then.
+        consumed, and after a refresh within the epoch: of what was left of the epoch then.
         """
-        return self._planned.plan
+        return self.course.plan
 
     @property
     def cost(self) -> CostModel | NDArray[np.float64]:
-        """What a sample costs: as given, or the default by size."""
-        return self._planner.workload.cost
+        """What a sample costs, as :attr:`plan` believes: as given; measured, in ns; or the default by size."""
+        return self.course.cost
 
     @property
     def speeds(self) -> tuple[float, ...]:
-        """Relative speed of each rank."""
+        """Relative speed of each rank, as given; what was measured is the ``rank_scale`` of :attr:`cost`."""
         return self._planner.workload.speeds
 
     @property
@@ -181,39 +201,63 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
         """
         return self.progress.latest().ticket.is_filler
 
-    def tickets(self) -> Iterator[StepTicket]:
-        """Yield what the optimizer will need to know of each step that the next iteration goes through."""
-        steps = range(self._start, self.plan.steps)
-        return _by_blocks(steps, functools.partial(self._ticket, self.plan, self.epoch))
+    def begin(self) -> Course:
+        """Return the course of a loop over the loader that begins now, by the newest cost."""
+        planned, start, before = self._planned, self._start, self._planner
+        self._adopt_cost()
+        if self._planner is not before and not self.evaluation:
+            segment = dataclasses.replace(planned.segment, before=planned.consumed(start))
+            planned, start = Planned(self._planner, planned.epoch, segment, before), 0
+        self._go_to(self._epoch, planned, start)
+        return self.course
 
-    def _ticket(self, plan: Plan, epoch: int, step: int) -> StepTicket:
+    def tickets(self, course: Course | None = None) -> Iterator[StepTicket]:
+        """Yield what the optimizer will need to know of each step that a loop goes through, by default the next one.
+
+        As :meth:`steps` it works a block ahead: asked step by step, between a model's computations, it would find
+        nothing of its own in the processor's caches, and take several times as long.
+        """
+        return self._tickets(course or self._course_from_start())
+
+    def _tickets(self, course: Course) -> Iterator[StepTicket]:
+        for leg, steps in course.blocks():
+            yield from [self._ticket(course, leg, step) for step in steps]
+
+    def steps(self, course: Course | None = None) -> Iterator[list[list[int]]]:
+        """Yield the micro-batches of each step, from where a loaded state has left off."""
+        return self._steps(course or self._course_from_start())
+
+    def _steps(self, course: Course) -> Iterator[list[list[int]]]:
+        rank = self.world.rank
+        for leg, steps in course.blocks():
+            plan = leg.planned.plan
+            batches = (plan.batches(step - leg.first, rank) for step in steps)
+            yield from [[batch.tolist() for batch in of_step] for of_step in batches]
+
+    def _ticket(self, course: Course, leg: Leg, number: int) -> StepTicket:
+        plan, step = leg.planned.plan, number - leg.first
         rank = self.world.rank
         part = plan.part(step, rank)
         divisor = float(plan.divisors[step])
         divides_by_own = self._planner.options.normalize != "epoch"
         return StepTicket(
-            epoch,
-            step,
+            course.epoch,
+            number,
             weights=tuple(plan.factors[part].tolist()),
             fingerprint=plan.fingerprint,
             work=tuple(map(self._planner.workload.work, plan.batches(step, rank), plan.lengths[part].tolist())),
             unit=plan.ranks / divisor if divisor else float(divides_by_own),
             is_filler=bool(plan.counts[step, rank] == 0),
             divides_by_own=divides_by_own,
+            is_last=number == course.end - 1,
         )
-
-    def steps(self) -> Iterator[list[list[int]]]:
-        """Yield the micro-batches of each step, from where a loaded state has left off."""
-        plan, rank = self.plan, self.world.rank
-        steps = range(self._start, plan.steps)
-        return _by_blocks(steps, lambda step: [batch.tolist() for batch in plan.batches(step, rank)])
 
     def __iter__(self) -> Iterator[list[int] | list[list[int]]]:
         """Return an iterator over the steps: a list of indices each, with micro-batches a list of lists."""
         return (step[0] for step in self.steps()) if self.micro_batches == 1 else iter(self.steps())
 
     def __len__(self) -> int:
-        return self.plan.steps - self._start
+        return self.course.end - self.course.start
 
     def state_dict(self) -> dict[str, Any]:
         """Return where in the epoch training is: small, and equal on all ranks where they are in the same step.
@@ -222,16 +266,19 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
         workers have fetched ahead is not. Made of dicts, lists, numbers and strings only, so that ``torch.save`` (also
         with ``weights_only=True`` on loading) and JSON keep it.
         """
-        planned, steps = self._planned, self._steps_consumed()
-        before = planned.segment.before
-        position = Position(self.epoch, self.speeds, self.batch_size, before, steps, planned.consumed(steps))
+        step = self._step_reached()
+        leg = self.course.leg_at(step)
+        planned, steps = leg.planned, step - leg.first
+        before, consumed = planned.segment.before, planned.consumed(steps)
+        measured = None if self._measured is None else self._measured.state()
+        position = Position(self.epoch, self.speeds, self.batch_size, before, steps, consumed, measured)
         return position.state(self._identity)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a state was taken, at any number of ranks, speeds and batch size.
 
         With the same ranks, speeds and batch size the plan of the epoch goes on, bit for bit if the options and the
-        cost are the same too. Else what is left of the epoch is planned anew: each sample counts once in the epoch.
+        cost are the same too (what was measured is in the state, and goes on to be followed). Else what is left of the epoch is planned anew: each sample counts once in the epoch.
         Every iteration begins there until :meth:`set_epoch` chooses another epoch. Nothing is communicated: load the
         same state on every rank.
 
@@ -242,6 +289,9 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
             or ``window``; nothing has changed then.
         """
         loaded = Position.from_state(state, self._identity, self._planner.workload.samples)
+        if loaded.measured is not None and self._measured is not None:
+            self._measured.load(loaded.measured)
+            self._adopt_cost()
         if (loaded.speeds, loaded.batch_size) == (self.speeds, self.batch_size):
             same = self._whole(loaded.epoch, loaded.before)
             if same.consumed(loaded.steps) == loaded.consumed:
@@ -270,29 +320,43 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
         self._epoch = epoch
         self._planned = planned
         self._start = start
+        self.course = self._course_from_start()
         self._left_behind = self.progress.last_begun()  # says nothing of this position
 
-    def _steps_consumed(self) -> int:
-        """Return how many steps of the plan are consumed."""
+    def _adopt_cost(self) -> None:
+        """Plan by the newest cost from now on."""
+        if self.progress.feedback is not None:
+            self._planner = self.progress.feedback.planner(self._planner)
+
+    def _course_from_start(self) -> Course:
+        """Return a course of its own: to look at its steps changes nothing."""
+        return Course(self._epoch, self._planned, self._start)
+
+    def _step_reached(self) -> int:
+        """Return the first step of the course that is not consumed."""
         last = self.progress.last_begun()
-        if last is None or last is self._left_behind or last.epoch != self.epoch:
-            return self._start
+        if last is None or last is self._left_behind:
+            return self.course.start
         # An iteration that was under way when a state was loaded goes on with its own plan.
-        return last.step + 1 if last.fingerprint == self.plan.fingerprint else self._start
+        return last.step + 1 if self.course.holds(last) else self.course.start
 
     def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("progress", "course")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
         # A copy has a loop of its own, and no optimizer.
-        return {**self.__dict__, "progress": Progress()}
+        self.__dict__.update(state)
+        self._wire()
+        self._go_to(self._epoch, self._planned, self._start)
 
 
-def _by_blocks(steps: range, of_step: Callable[[int], Item]) -> Iterator[Item]:
-    """Yield what a function returns of each step, asked a block ahead.
-
-    Asked step by step, between a model's computations, it would find nothing of its own in the processor's caches, and
-    take several times as long.
-    """
-    for first in range(0, len(steps), BLOCK_STEPS):
-        yield from [of_step(step) for step in steps[first : first + BLOCK_STEPS]]
+def _measured(cost: Any, refresh: object) -> tuple[Measured | None, Any]:
+    """Return the cost that follows what is measured, if one is to, and the one that it starts from."""
+    if cost is None:
+        cost = Measured()
+    if not isinstance(cost, Measured):
+        return None, cost
+    return (None if refresh is None else cost), cost.start
 
 
 def _refuse_training_options(options: PlanOptions, *, is_shuffle_given: bool) -> None:

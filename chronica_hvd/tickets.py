@@ -22,6 +22,8 @@ class StepTicket:
         Whether the samples count elsewhere, and here only keep the rank in step.
     divides_by_own
         Whether the step's loss is divided by the step's own loss weight (not so with ``normalize="epoch"``).
+    is_last
+        Whether no step of the epoch follows.
     """
 
     epoch: int
@@ -32,6 +34,7 @@ class StepTicket:
     unit: float = 1.0
     is_filler: bool = False
     divides_by_own: bool = True
+    is_last: bool = False
 
 
 class OpenStep:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 from collections import deque
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +17,7 @@ from chronica_hvd.timer import StepTimer
 #: Tells micro-batches apart: the number of their step since training began, and their place in it.
 Place = tuple[int, int]
 
-STEP_FIELDS = ("epoch", "step", "data_wait_ns", "synchronize_ns", "finished_ns")
+STEP_FIELDS = ("epoch", "step", "micro_batches", "data_wait_ns", "synchronize_ns", "finished_ns")
 
 
 class Work(NamedTuple):
@@ -25,6 +27,52 @@ class Work(NamedTuple):
     size: int
     size2: int
     flops: int
+
+
+class Reader:
+    """Hands out the records of a :class:`Timing`, each of them once; oldest first.
+
+    Attributes
+    ----------
+    overwritten
+        How many were forgotten, because more than ``capacity`` of a kind came between two calls.
+    """
+
+    def __init__(self, timing: Timing, capacity: int) -> None:
+        self._timing = timing
+        self._capacity = capacity
+        self._micro_batches: deque[NDArray[Any]] = deque()
+        self._steps: deque[tuple[int, ...]] = deque(maxlen=capacity)
+        self.overwritten = 0
+
+    def add_micro_batches(self, records: NDArray[Any]) -> None:
+        """Keep what the timer has handed out."""
+        self._micro_batches.append(records)
+        while (superfluous := sum(map(len, self._micro_batches)) - self._capacity) > 0:
+            oldest = self._micro_batches.popleft()
+            self.overwritten += min(superfluous, len(oldest))
+            if len(oldest) > superfluous:
+                self._micro_batches.appendleft(oldest[superfluous:])
+
+    def add_step(self, record: tuple[int, ...]) -> None:
+        """Keep the record of a step."""
+        self.overwritten += len(self._steps) == self._capacity
+        self._steps.append(record)
+
+    def micro_batches(self) -> NDArray[Any]:
+        """Return what is new: see :meth:`Timing.micro_batches`."""
+        with self._timing.collecting():
+            new = np.concatenate(self._micro_batches)
+            self._micro_batches.clear()
+        return new
+
+    def steps(self) -> NDArray[Any]:
+        """Return what is new: see :meth:`Timing.steps`."""
+        records = []
+        with contextlib.suppress(IndexError):  # other threads may be adding to them, or asking too
+            for _ in range(len(self._steps)):
+                records.append(self._steps.popleft())
+        return np.array(records, dtype=[(name, "<i8") for name in STEP_FIELDS])
 
 
 class Timing:
@@ -49,8 +97,10 @@ class Timing:
 
     def __init__(self, device: Any = None, capacity: int = 4096) -> None:
         self.timer = StepTimer(device, capacity)
-        self._steps: deque[tuple[int, ...]] = deque(maxlen=capacity)
-        self._steps_overwritten = 0
+        self._capacity = capacity
+        self._collecting = threading.Lock()
+        self._readers: list[Reader] = []
+        self._user = self.reader()
         self._open: Place | None = None
         self._ended: Place | None = None  # the last one
         self._has_warned = False
@@ -63,26 +113,37 @@ class Timing:
         ``flops`` is the estimate, where the sampler's cost comes from :func:`chronica_hvd.flops.estimate`, and else 0.
         What a device has not finished yet comes next time.
         """
-        return self.timer.drain()
+        return self._user.micro_batches()
 
     def steps(self) -> NDArray[Any]:
         """Return the records of the steps synchronized since the last call, oldest first, and forget them.
 
-        A structured array of int64: ``epoch``, ``step``, ``data_wait_ns`` (waiting for the loader, over all of the
-        step's micro-batches), ``synchronize_ns`` (spent in ``synchronize()``: on the host that is waiting for the
-        slowest rank and the allreduce; on a CUDA device also for the rest of the own compute), and ``finished_ns``,
-        when it returned (as ``time.monotonic_ns()``).
+        A structured array of int64: ``epoch``, ``step``, ``micro_batches`` (how many this rank has computed),
+        ``data_wait_ns`` (waiting for the loader, over all of them), ``synchronize_ns`` (spent in ``synchronize()``: on
+        the host that is waiting for the slowest rank and the allreduce; on a CUDA device also for the rest of the own
+        compute), and ``finished_ns``, when it returned (as ``time.monotonic_ns()``).
         """
-        records = []
-        with contextlib.suppress(IndexError):  # other threads may be adding to them, or asking too
-            for _ in range(len(self._steps)):
-                records.append(self._steps.popleft())
-        return np.array(records, dtype=[(name, "<i8") for name in STEP_FIELDS])
+        return self._user.steps()
 
     @property
     def overwritten(self) -> int:
         """How many records, of micro-batches or steps, were lost because nobody asked for them in time."""
-        return self.timer.overwritten + self._steps_overwritten
+        return self.timer.overwritten + self._user.overwritten
+
+    def reader(self) -> Reader:
+        """Return a reader of its own, which takes nothing from others; it gets what is recorded from now on."""
+        reader = Reader(self, self._capacity)
+        self._readers.append(reader)
+        return reader
+
+    @contextlib.contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Give all readers what the timer has finished, and let one thread at a time take it."""
+        with self._collecting:
+            records = self.timer.drain()
+            for reader in self._readers:
+                reader.add_micro_batches(records)
+            yield
 
     def begin(self, place: Place, step: int, work: Work) -> None:
         """Note that the compute of a micro-batch begins; one that has begun and not ended is given up."""
@@ -103,8 +164,8 @@ class Timing:
 
     def finish(self, *record: int) -> None:
         """Keep the record of a step that has been synchronized: the fields of :meth:`steps`."""
-        self._steps_overwritten += len(self._steps) == self._steps.maxlen
-        self._steps.append(record)
+        for reader in self._readers:
+            reader.add_step(record)
         if self.timer.failure and not self._has_warned:
             self._has_warned = True
             warnings.warn(

@@ -13,6 +13,7 @@ import torch
 from chronica_hvd import _core, checks
 from chronica_hvd.amounts import TrueAmounts
 from chronica_hvd.cursor import Cursor
+from chronica_hvd.feedback import Feedback
 from chronica_hvd.gather import Standing, compare_plans
 from chronica_hvd.passes import PassCount
 from chronica_hvd.progress import Progress
@@ -56,6 +57,7 @@ class Weigher:
     ) -> None:
         self._progress = progress
         self._cursor: Cursor = progress.attach(self, lookahead, timing, passes)
+        self._timing = timing
         self._world = world
         self._name = name
         self._per_update = passes
@@ -156,8 +158,9 @@ class Weigher:
                     "the model, are not its own). If that is meant, call optimizer.skip_step() in place of step()"
                 )
         self._cursor.end_unended_compute()
-        if self._cursor.must_compare():
-            self._compare(is_given_up=is_given_up)
+        feedback = self._feedback
+        if self._cursor.must_compare(at_end=feedback is not None):
+            self._compare(feedback, is_given_up=is_given_up)
         self._have_sparse_gradients()
         if self._amounts is not None and (weights := self._cursor.closing_weights) is not None:
             self._amounts.send(weights)
@@ -172,6 +175,8 @@ class Weigher:
         self._at_work = None
         self._forget_passes()
         self._cursor.finish(synchronize_ns, finished_ns, is_given_up=is_given_up)
+        if (feedback := self._feedback) is not None:
+            feedback.finish()
 
     def set_weight(self, amount: Any) -> None:
         """Weigh the micro-batch at work by its true loss weight: see :func:`DistributedOptimizer`."""
@@ -219,8 +224,14 @@ class Weigher:
         self._followed.clear()
         self._pass_weight.forget()
 
-    def _compare(self, *, is_given_up: bool) -> None:
-        """Have the ranks agree on the plan, and on what they may not know of each other.
+    @property
+    def _feedback(self) -> Feedback | None:
+        """What this optimizer's times are given to, if they are wanted; on every rank alike."""
+        feedback = self._progress.feedback
+        return feedback if feedback is not None and feedback.is_led_by(self._timing) else None
+
+    def _compare(self, feedback: Feedback | None, *, is_given_up: bool) -> None:
+        """Have the ranks agree on the plan, and on what they may not know of each other; and tell them the times.
 
         A step that is given up may have had no gradients that tell which are sparse: the next one compares once more.
         """
@@ -230,12 +241,16 @@ class Weigher:
             return
         own = [_sparse_dim(parameter) for parameter in self._parameters]
         is_used = amounts is not None and amounts.is_used
-        uses_amounts, gives_up, *sparse_dims = compare_plans(
-            self._world,
-            self._name,
-            Standing(ticket, self._progress.data, cursor.finished_steps, cursor.left_out, cursor.idle),
-            [int(is_used), int(is_given_up), *own],
-        )
+        standing = Standing(ticket, self._progress.data, cursor.finished_steps, cursor.left_out, cursor.idle)
+        notes = [int(is_used), int(is_given_up), *own]
+        if feedback is None:
+            (uses_amounts, gives_up, *sparse_dims), _ = compare_plans(self._world, self._name, standing, notes)
+        else:
+            closing = cursor.closing
+            with feedback.telling(closing) as row:
+                notes, rows = compare_plans(self._world, self._name, standing, notes, row)
+                feedback.follow(rows, closing)
+            uses_amounts, gives_up, *sparse_dims = notes
         if not gives_up:  # on any rank: all must agree on what to compare next
             cursor.note_compared()
         if amounts is not None and uses_amounts:

@@ -254,7 +254,7 @@ def test_records_that_nobody_asks_for_are_overwritten_and_counted() -> None:
     for step in range(5):
         timing.begin((step, 0), step, Work(1, 2, 3, 4))
         timing.end((step, 0))
-        timing.finish(0, step, 0, 0, 0)
+        timing.finish(0, step, 1, 0, 0, 0)
     assert timing.overwritten == 4
     assert timing.micro_batches()["step"].tolist() == timing.steps()["step"].tolist() == [2, 3, 4]
 
@@ -269,7 +269,7 @@ def test_records_are_asked_for_while_others_come() -> None:
     thread = threading.Thread(target=ask)
     thread.start()
     for step in range(20_000):
-        timing.finish(0, step, 0, 0, 0)
+        timing.finish(0, step, 1, 0, 0, 0)
     thread.join()
     assert asked == list(range(20_000))
     assert timing.overwritten == 0
@@ -285,13 +285,13 @@ def test_a_failing_device_is_told_once() -> None:
     timing.timer = Failing()  # type: ignore[assignment]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        timing.finish(0, 0, 0, 0, 0)
+        timing.finish(0, 0, 1, 0, 0, 0)
     timing.timer.failure = "cuEventRecord: CUDA_ERROR_INVALID_HANDLE (400)"  # type: ignore[misc]
     with pytest.warns(RuntimeWarning, match=r"cuEventRecord.*7 records are missing"):
-        timing.finish(0, 1, 0, 0, 0)
+        timing.finish(0, 1, 1, 0, 0, 0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        timing.finish(0, 2, 0, 0, 0)
+        timing.finish(0, 2, 1, 0, 0, 0)
     assert timing.steps()["step"].tolist() == [0, 1, 2]
 
 

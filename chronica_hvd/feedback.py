@@ -1,0 +1,182 @@
+"""Wiring: closes the loop. What the ranks have measured becomes the cost of what is planned next, and a report."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chronica_hvd.blocks import BLOCK_STEPS
+from chronica_hvd.cost import CostModel, FittedCost
+from chronica_hvd.course import Course
+from chronica_hvd.measured import Measured
+from chronica_hvd.planner import Planner
+from chronica_hvd.report import EpochReport
+from chronica_hvd.telemetry import Place, StepTimes, Telemetry, gathered
+from chronica_hvd.tickets import OpenStep
+from chronica_hvd.timing import Timing
+from chronica_hvd.user_warning import warn
+from chronica_hvd.world import World
+
+
+class Feedback:
+    """Between an optimizer's times and the sampler's plans.
+
+    All ranks call it with the same rows at the same steps, and so come to the same cost and the same plans.
+
+    Parameters
+    ----------
+    world
+        The ranks.
+    measured
+        The cost that follows what was measured; ``None``: it is only reported.
+    default
+        What the measured cost starts from, if it does not know better.
+    blocks
+        So many blocks of steps make a refresh within an epoch; ``None``: none is made there.
+    on_report
+        Is given each epoch's :class:`EpochReport`.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        measured: Measured | None,
+        default: Any,
+        blocks: int | None = None,
+        on_report: Callable[[EpochReport], object] | None = None,
+    ) -> None:
+        self._world = world
+        self._measured = measured
+        self._default = default
+        self._blocks = blocks
+        self._on_report = on_report
+        self._leader: Timing | None = None
+        self._telemetry: Telemetry | None = None
+        self._places: tuple[Place, ...] | None = None
+        self._course: Course | None = None
+        self._window = range(0)  # the steps that were told of last
+        self._times: list[StepTimes] = []  # of the epoch so far
+        self._report: EpochReport | None = None
+
+    # Told by the sampler and by optimizers. ---------------------------------------------------------------------------
+
+    def lead(self, timing: Timing) -> None:
+        """Have the times of an optimizer count: the one wrapped last. Of several, each has a part of the compute."""
+        self._leader = timing
+        self._telemetry = Telemetry(timing, self._world)
+
+    def is_led_by(self, timing: Timing | None) -> bool:
+        """Whether these are the times that count; the same on every rank."""
+        return timing is not None and timing is self._leader
+
+    def begin(self, course: Course) -> None:
+        """Follow a loop over the loader from its begin."""
+        self._course = course
+        self._window = range(course.start, course.start)
+        self._times.clear()
+        self._report = None
+        if self._telemetry is not None:
+            self._telemetry.begin()
+
+    def planner(self, planner: Planner) -> Planner:
+        """Return who plans from now on: this ``planner``, unless what was measured has changed the cost."""
+        model = self._model
+        if model is None or model is planner.workload.cost:
+            return planner
+        try:
+            return planner.with_cost(model)
+        except ValueError as error:
+            warn(f"the measured cost is not used, but the one before it: {error}")
+            return planner
+
+    # Told by the leading optimizer, in synchronize(). -----------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def telling(self, closing: list[OpenStep]) -> Iterator[NDArray[np.float64]]:
+        """Yield what this rank has to tell the others when it finishes these steps; its loader waits meanwhile.
+
+        It tells of all steps before these, and of the epoch's last one as well.
+        """
+        assert self._course is not None
+        assert self._telemetry is not None
+        last = closing[-1]
+        end = last.ticket.step + 1 if last.ticket.is_last else closing[0].ticket.step
+        self._window = range(self._window.stop, max(self._window.stop, end))
+        with self._course.holding():
+            yield self._telemetry.row(self._window, last.micro_batches, self._course.granted, self._model)
+
+    def follow(self, rows: NDArray[np.float64], closing: list[OpenStep]) -> None:
+        """Take in what all ranks have told, (ranks, telemetry.ROW), while :meth:`telling`."""
+        assert self._course is not None
+        told = gathered(rows, len(self._window))
+        self._places = told.places
+        if self._on_report is not None:
+            self._times.append(told.times)
+        if self._measured is not None:
+            wire = np.fmin.reduce(told.times.wait, axis=1)
+            self._measured.follow(told.summaries, told.places, wire.tolist(), self._last_backwards(told.times).tolist())
+            block = self._window.stop // BLOCK_STEPS
+            if self._blocks is not None and block % self._blocks == 0:
+                planner = self.planner(self._course.planner)
+                if planner is not self._course.planner:
+                    self._course.renew(planner, told.granted)
+        ticket = closing[-1].ticket
+        if ticket.is_last and self._on_report is not None:
+            self._report = self._make_report(ticket.epoch)
+
+    def finish(self) -> None:
+        """Hand the report over, if the epoch's last step is finished."""
+        report, self._report = self._report, None
+        if report is not None and self._on_report is not None:
+            self._on_report(report)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _model(self) -> CostModel | None:
+        """The cost to plan with from now on, the same on every rank; ``None``: as given."""
+        if self._measured is None:
+            return None
+        return self._measured.model(self._default, self._places, self._world.size)
+
+    def _make_report(self, epoch: int) -> EpochReport:
+        assert self._course is not None
+        times = StepTimes(*map(np.concatenate, zip(*self._times, strict=True)))
+        loads, _, rank_scale = self._planned(range(self._course.start, self._window.stop), times.compute)
+        return EpochReport.from_times(epoch, *times, loads, rank_scale)
+
+    def _last_backwards(self, times: StepTimes) -> NDArray[np.float64]:
+        """Return (steps,) how long the allreduce could overlap with the last backward pass, as planned, in ns."""
+        loads, tails, _ = self._planned(self._window, times.compute)
+        overlap: NDArray[np.float64] = loads.max(axis=1) - (loads - tails).max(axis=1)
+        return overlap
+
+    def _planned(self, steps: range, compute: NDArray[np.float64]) -> list[NDArray[np.float64]]:
+        """Return (steps, ranks) loads and tails in ns, and the rank_scale that they were planned with.
+
+        A cost that was not fitted has a unit of its own: it is taken to be right on the whole.
+        """
+        assert self._course is not None
+        parts = [(np.empty((0, self._world.size)),) * 3]
+        for leg, of_leg in self._course.stretches(steps):
+            plan, cost = leg.planned.plan, leg.planned.planner.workload.cost
+            rows = slice(of_leg.start - leg.first, of_leg.stop - leg.first)
+            loads, tails = plan.loads[rows], plan.tails[rows]
+            if not isinstance(cost, FittedCost):
+                ns_per_unit = _ratio(compute[of_leg.start - steps.start : of_leg.stop - steps.start], loads)
+                loads, tails = loads * ns_per_unit, tails * ns_per_unit
+            scale = cost.rank_scale if isinstance(cost, CostModel) and cost.rank_scale else 1.0
+            parts.append((loads, tails, np.broadcast_to(scale, loads.shape)))
+        return [np.concatenate(of_kind) for of_kind in zip(*parts, strict=True)]
+
+
+def _ratio(measured: NDArray[np.float64], planned: NDArray[np.float64]) -> float:
+    """Return the sum of what was measured ÷ that of what was planned for it; bit for bit the same on every machine."""
+    is_known = ~np.isnan(measured)
+    total = math.fsum(planned[is_known].tolist())
+    return math.fsum(measured[is_known].tolist()) / total if total > 0.0 else 0.0
