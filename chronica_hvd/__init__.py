@@ -29,7 +29,8 @@ if importlib.util.find_spec("chronica_hvd._core") is None:
         "package. Run from another folder, or install for development: pip install --editable ."
     )
 
-from chronica_hvd.cost import CostModel
+from chronica_hvd.cost import CostModel, FittedCost
+from chronica_hvd.measured import Measured
 from chronica_hvd.planner import plan
 from chronica_hvd.plans import Plan
 from chronica_hvd.timer import StepTimer
@@ -49,7 +50,9 @@ __all__ = [
     "CostModel",
     "DataLoader",
     "DistributedOptimizer",
+    "FittedCost",
     "Mean",
+    "Measured",
     "Plan",
     "StepTimer",
     "World",

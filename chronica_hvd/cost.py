@@ -17,7 +17,7 @@ COEFFICIENTS = ("fixed", "per_sample", "per_size", "per_size2")
 
 @dataclass(frozen=True)
 class CostModel:
-    """Cost of a micro-batch: ``fixed + per_sample · n + per_size · S1 + per_size2 · S2``.
+    """Cost of a micro-batch: ``max(floor, fixed + per_sample · n + per_size · S1 + per_size2 · S2)``.
 
     n is its number of samples; S1 = Σ size and S2 = Σ size² without padding, S1 = n · max and S2 = n · max² where the
     samples are padded to the longest. The unit is the caller's (seconds, FLOPs, tokens): only ratios matter to a plan.
@@ -29,6 +29,9 @@ class CostModel:
         The coefficients; finite, none negative.
     rank_scale
         How many times longer than predicted each rank takes, one positive number per rank; ``None``: all as predicted.
+    floor
+        The least a micro-batch costs, however small it is: where a device waits for the host to launch its work, small
+        micro-batches all take the same time. Finite, not negative.
 
     Raises
     ------
@@ -41,12 +44,13 @@ class CostModel:
     per_size: float = 1.0
     per_size2: float = 0.0
     rank_scale: Sequence[float] | None = None
+    floor: float = 0.0
 
     #: Whether the unit is FLOPs, so that timer records can carry the prediction as theirs.
     is_in_flops: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        for name in COEFFICIENTS:
+        for name in (*COEFFICIENTS, "floor"):
             object.__setattr__(self, name, checks.real(name, getattr(self, name), least=0.0))
         if self.rank_scale is not None:
             scale = checks.non_negative("rank_scale", self.rank_scale)
@@ -78,47 +82,85 @@ class CostModel:
         return cost if np.ndim(cost) else float(cost)
 
     @classmethod
-    def fit(cls, records: NDArray[Any]) -> CostModel:
+    def fit(cls, records: Any, *, start: CostModel | None = None) -> FittedCost:
         """Fit the coefficients to measured times, in nanoseconds.
 
-        Least squares of the *relative* errors with no coefficient negative, on the columns [1, n, S1, S2]; so a slow
-        outlier weighs no more than a short step. With four columns the non-negative problem is solved exactly, by
-        solving the unconstrained one for every subset of columns and keeping the best whose solution is not negative
-        (Lawson and Hanson 1974, chapter 23, describe the problem).
+        Least squares of the *relative* errors with no coefficient negative (Lawson and Hanson 1974, chapter 23), on the
+        columns [1, n, S1, S2], started from ``start``: its shape, scaled to the times, is what few records leave as it
+        is and many replace. Outliers (first steps, garbage collection) are left out of the shape. Where small
+        micro-batches take the same time whatever they hold, a floor is fitted beside; the form that predicts held-out
+        records better is kept, the one without a floor if there is little between them.
 
         Parameters
         ----------
         records
             Structured array with the integer fields ``samples, size, size2, elapsed_ns``, as :meth:`StepTimer.drain`
-            returns it; at least one record, of different shapes if more than one coefficient is to be told apart.
+            returns it; at least one record, of different shapes if more than one coefficient is to be told apart. Or a
+            list of such arrays, one per rank: ``rank_scale`` is then fitted too, the median rank's being 1.
+        start
+            What is believed so far, in any unit; ``None``: by size.
 
         Raises
         ------
         TypeError
-            The fields are missing.
+            The fields are missing; ``start`` is not a CostModel.
         ValueError
             There are no records, or a value is not finite or negative, or a time 0.
         """
-        names = getattr(getattr(records, "dtype", None), "names", None) or ()
-        missing = [name for name in ("samples", "size", "size2", "elapsed_ns") if name not in names]
-        if missing:
-            raise TypeError(
-                f"records must be a structured array as StepTimer.drain() returns; it lacks {missing} in {records!r}"
-            )
-        elapsed, *work = (
-            checks.non_negative(f"{name} of the records", records[name]).astype(np.float64)
-            for name in ("elapsed_ns", "samples", "size", "size2")
+        from chronica_hvd.fit import fit_records  # which needs CostModel itself
+
+        return fit_records(records, start)
+
+
+@dataclass(frozen=True, repr=False)
+class FittedCost(CostModel):
+    """A :class:`CostModel` in nanoseconds that was fitted to measured times, and how far it can be trusted.
+
+    Parameters
+    ----------
+    form
+        ``"additive"``, or ``"floor"`` where small micro-batches all take the same time.
+    records
+        How many records it stands on.
+    median_error
+        The median |predicted − measured| ÷ measured of records that the fit had not seen (of all where they are few).
+    comm
+        Duration of the allreduce in nanoseconds; 0: not measured. Plans use it where their own ``comm`` is 0.
+    """
+
+    form: str = "additive"
+    records: int = 0
+    median_error: float = 0.0
+    comm: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.choice("form", self.form, ("additive", "floor"))
+        for name in ("records", "median_error", "comm"):
+            kind = checks.integer if name == "records" else checks.real
+            object.__setattr__(self, name, kind(name, getattr(self, name), least=0))
+
+    def __repr__(self) -> str:
+        terms = zip(coefficients_of(self), ("", " · n", " · S1", " · S2"), strict=True)
+        cost = " + ".join(f"{value:.4g}{of}" for value, of in terms if value) or "0"
+        cost = f"max({self.floor:.4g}, {cost})" if self.floor else cost
+        scale = "" if self.rank_scale is None else f", scales {', '.join(f'{one:.3g}' for one in self.rank_scale)}"
+        comm = f", allreduce {self.comm:.4g} ns" if self.comm else ""
+        return (
+            f"FittedCost({cost} ns, {self.form}, from {self.records} records, median error {self.median_error:.1%}"
+            f"{scale}{comm})"
         )
-        if (elapsed == 0).any():
-            raise ValueError(f"elapsed_ns of the records must be positive; position {int(np.argmin(elapsed))} holds 0")
-        columns = np.stack([np.ones_like(elapsed), *work], axis=1) / elapsed[:, None]  # (records, 4)
-        fixed, per_sample, per_size, per_size2 = non_negative_least_squares(columns, np.ones_like(elapsed))
-        return cls(fixed, per_sample, per_size, per_size2)
+
+
+def coefficients_of(model: CostModel) -> tuple[float, float, float, float]:
+    """Return fixed, per_sample, per_size and per_size2."""
+    return model.fixed, model.per_sample, model.per_size, model.per_size2
 
 
 def cost_of_work(model: CostModel, samples: Any, size: Any, size2: Any) -> Any:
     """Return what :meth:`CostModel.predict` does, of numbers that are known to be right."""
-    return model.fixed + model.per_sample * samples + (model.per_size * size + model.per_size2 * size2)
+    cost = model.fixed + model.per_sample * samples + (model.per_size * size + model.per_size2 * size2)
+    return np.maximum(model.floor, cost) if model.floor > 0.0 else cost
 
 
 def non_negative_least_squares(columns: NDArray[np.float64], target: NDArray[np.float64]) -> list[float]:

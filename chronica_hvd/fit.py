@@ -1,0 +1,244 @@
+"""Model: from the rows of all ranks to a cost and the ranks' speeds, changed only where measurement says so.
+
+After the exchange every rank computes the same bits from the same rows: see ``shape.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from chronica_hvd import cells, checks
+from chronica_hvd.cells import Cells
+from chronica_hvd.cost import CostModel, FittedCost, coefficients_of, cost_of_work
+from chronica_hvd.rows import ROW, Row, summarize
+from chronica_hvd.shape import at_level, compare, difference, fit_shape, levels, predicts_anything, scaled
+
+__all__ = ["ROW", "Outcome", "Row", "fit_records", "fitted_cost", "refit", "summarize"]
+
+#: A change of less than this, of a rank's speed or of what micro-batches take, leaves the plan alone.
+LEAST_CHANGE = 0.02
+#: So many standard errors a change must exceed.
+CERTAINTY = 3.0
+#: Cells that stand for everything measured before, and what of their weight is left after each refresh.
+MEMORY_CELLS, MEMORY_KEPT = 64, 0.75
+#: No rank is taken to be more times slower or faster than this than the median rank.
+LARGEST_SCALE = 1000.0
+
+
+class Outcome(NamedTuple):
+    """What a refresh comes to.
+
+    Attributes
+    ----------
+    shape
+        Without the ranks' scales.
+    unit, unit_before
+        Nanoseconds per unit of ``shape``, and of the model before, on a rank of scale 1.
+    scales
+        (ranks,) how many times longer than predicted each rank takes; the same floats as before where within the noise.
+    is_new
+        Whether the shape is another one.
+    memory
+        Cells to be remembered, in ``shape``'s unit.
+    records
+        How many records it stands on.
+    median_error
+        Of records that a fit to the others had not seen.
+    """
+
+    shape: CostModel
+    unit: float
+    unit_before: float
+    scales: list[float]
+    is_new: bool
+    memory: Cells
+    records: int
+    median_error: float
+
+
+#: The same kind of model fitted to the one half, to the other half, and to all.
+Fits = tuple[CostModel, CostModel, CostModel]
+
+
+def refit(
+    rows: Sequence[Row | None],
+    current: CostModel,
+    scales: Sequence[float],
+    memory: Cells,
+    start: CostModel,
+    *,
+    certainty: float = CERTAINTY,
+) -> Outcome | None:
+    """Return what the rows say of the cost and the speeds; ``None`` where they say nothing.
+
+    Parameters
+    ----------
+    rows
+        Of each rank; ``None``: nothing measured.
+    current
+        The model so far, ``rank_scale`` aside; where nothing else predicts held-out cells better, it stays.
+    scales
+        (ranks,) so far.
+    memory
+        Cells of earlier refreshes.
+    start
+        What the measurements began with.
+    certainty
+        Standard errors by which something else must be better. 0: whatever is better, and what is fitted comes first.
+    """
+    of_ranks = [cells.NONE if row is None else np.vstack(row.halves) for row in rows]
+    everything = np.vstack(of_ranks)
+    if len(everything) == 0:
+        return None
+    if not predicts_anything(current, everything):
+        current = start = CostModel(fixed=1.0, per_size=0.0)
+    begin = [scale * _unit(current, of_ranks, scales) for scale in scales]
+    halves = [[cells.NONE if row is None else row.halves[half] for row in rows] for half in (0, 1)]
+
+    def fits(remembered: Cells, with_floor: bool) -> Fits:
+        """Fit to the one half, to the other and to all, with what is remembered."""
+        factors = [*begin, *levels(current, [remembered])]
+        first, second, whole = (
+            fit_shape([*own, remembered], current, factors, free=True, with_floor=with_floor)
+            for own in (*halves, of_ranks)
+        )
+        return first, second, whole
+
+    best: Fits = (current, current, current)
+    kept = memory
+    fitted = fits(memory, with_floor=False)
+    with_floor = False
+    if certainty == 0.0 or difference(fitted[2], current, everything) > LEAST_CHANGE:
+        if _is_better((start, start, start), best, halves, certainty):
+            best = (start, start, start)
+        if _is_better(fitted, best, halves, certainty):
+            best = fitted
+        if len(memory):
+            afresh = fits(cells.NONE, with_floor=False)
+            if _is_better(afresh, best, halves, certainty):
+                best, kept = afresh, cells.NONE
+        floored = fits(kept, with_floor=True)
+        if floored[2].floor > 0.0 and _is_better(floored, best, halves, max(certainty, 1.0)):
+            best, with_floor = floored, True
+    shape = best[2]
+    is_new = shape is not current
+    steady = _steady(shape, of_ranks, scales, rows)
+    if is_new and shape is not start:
+        # Once more with the speeds as they are taken to be, which tells more than each rank by itself.
+        factors = [*(scale * _unit(shape, of_ranks, steady) for scale in steady), *levels(shape, [kept])]
+        shape = fit_shape([*of_ranks, kept], current, factors, free=False, with_floor=with_floor)
+    remembered = _remembered(shape, of_ranks, kept)
+    return Outcome(
+        shape,
+        _unit(shape, of_ranks, steady),
+        _unit(current, of_ranks, scales),
+        steady,
+        is_new,
+        remembered,
+        round(math.fsum(remembered[:, 0].tolist())),
+        median_error(best[0], rows, levels(best[0], halves[0])),
+    )
+
+
+def _unit(model: CostModel, of_ranks: Sequence[Cells], scales: Sequence[float]) -> float:
+    """Return nanoseconds per unit of the model on a rank of scale 1: the lower median, which is one rank's."""
+    ratios = [level / scale for level, scale in zip(levels(model, of_ranks), scales, strict=True) if level > 0.0]
+    return sorted(ratios)[(len(ratios) - 1) // 2]
+
+
+def _steady(
+    model: CostModel, of_ranks: Sequence[Cells], scales: Sequence[float], rows: Sequence[Row | None]
+) -> list[float]:
+    """Return the ranks' scales, those changed that are off by more than the noise."""
+    relative = [level / scale for level, scale in zip(levels(model, of_ranks), scales, strict=True)]
+    unit = _unit(model, of_ranks, scales)
+    error = next(row.error for row, one in zip(rows, relative, strict=True) if row is not None and one == unit)
+    steady = list(scales)
+    for rank, row in enumerate(rows):
+        if row is None or relative[rank] <= 0.0:
+            continue
+        change = relative[rank] / unit
+        if abs(change - 1.0) > max(LEAST_CHANGE, CERTAINTY * math.sqrt(row.error * row.error + error * error)):
+            steady[rank] = scales[rank] * change
+    middle = sorted(steady)[(len(steady) - 1) // 2]
+    return [min(max(scale, middle / LARGEST_SCALE), middle * LARGEST_SCALE) for scale in steady]
+
+
+def _is_better(model: Fits, than: Fits, halves: Sequence[Sequence[Cells]], certainty: float) -> bool:
+    """Whether a model predicts each half better than another, by a fit to the other half."""
+    gains, errors = zip(*(compare(model[fold], than[fold], halves[1 - fold]) for fold in (0, 1)), strict=True)
+    return math.fsum(gains) > certainty * math.sqrt(math.fsum(error * error for error in errors))
+
+
+def _remembered(shape: CostModel, of_ranks: Sequence[Cells], memory: Cells) -> Cells:
+    """Return cells for the next refresh, at the level of the shape: those of now, and older ones that count less."""
+    older = memory.copy()
+    older[:, 0] *= MEMORY_KEPT
+    groups = [group for group in (older, *of_ranks) if len(group)]
+    return cells.merge(
+        np.vstack([at_level(group, 1.0 / level) for group, level in zip(groups, levels(shape, groups), strict=True)]),
+        MEMORY_CELLS,
+    )
+
+
+def fit_records(records: Any, start: CostModel | None) -> FittedCost:
+    """Do what :meth:`CostModel.fit` says."""
+    if start is not None and not isinstance(start, CostModel):
+        raise TypeError(f"start must be a CostModel or None, not {start!r}")
+    is_one = not isinstance(records, list | tuple)
+    arrays = [records] if is_one else list(records)
+    if not arrays:
+        raise ValueError("records is empty; at least one array of records is needed")
+    for array in arrays:
+        _check(array)
+    begin = scaled(start or CostModel(), 1.0)
+    rows = [Row.unpack(summarize(array, begin)) for array in arrays]
+    outcome = refit(rows, begin, [1.0] * len(rows), cells.NONE, begin, certainty=0.0)
+    if outcome is None:
+        raise ValueError("the records say nothing that could be fitted")
+    return fitted_cost(outcome, has_scale=not is_one)
+
+
+def fitted_cost(outcome: Outcome, *, has_scale: bool = True, comm: float = 0.0) -> FittedCost:
+    """Return an outcome in nanoseconds, the median rank's scale being 1."""
+    ascending = sorted(outcome.scales)
+    middle = (ascending[(len(ascending) - 1) // 2] + ascending[len(ascending) // 2]) / 2.0
+    shape = scaled(outcome.shape, outcome.unit * middle)
+    return FittedCost(
+        *coefficients_of(shape),
+        rank_scale=[scale / middle for scale in outcome.scales] if has_scale else None,
+        floor=shape.floor,
+        form="floor" if shape.floor > 0.0 else "additive",
+        records=outcome.records,
+        median_error=outcome.median_error,
+        comm=comm,
+    )
+
+
+def median_error(model: CostModel, rows: Sequence[Row | None], scales: Sequence[float]) -> float:
+    """Return the median |predicted − measured| ÷ measured of the rows' single records; 0 without any."""
+    errors: list[float] = []
+    for row, scale in zip(rows, scales, strict=True):
+        if row is not None and len(row.singles):
+            n, size, size2, time = row.singles.T
+            errors += np.abs(cost_of_work(model, n, size, size2) * scale / time - 1.0).tolist()
+    errors.sort()
+    return (errors[(len(errors) - 1) // 2] + errors[len(errors) // 2]) / 2.0 if errors else 0.0
+
+
+def _check(records: Any) -> None:
+    names = getattr(getattr(records, "dtype", None), "names", None) or ()
+    missing = [name for name in ("samples", "size", "size2", "elapsed_ns") if name not in names]
+    if missing:
+        raise TypeError(
+            f"records must be a structured array as StepTimer.drain() returns; it lacks {missing} in {records!r}"
+        )
+    for name in ("elapsed_ns", "samples", "size", "size2"):
+        checks.non_negative(f"{name} of the records", records[name])
+    if (records["elapsed_ns"] == 0).any():
+        position = int(np.argmin(records["elapsed_ns"]))
+        raise ValueError(f"elapsed_ns of the records must be positive; position {position} holds 0")

@@ -1,0 +1,261 @@
+"""Model: a cost that follows what is measured while training goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chronica_hvd import cells, checks
+from chronica_hvd.cost import CostModel, FittedCost
+from chronica_hvd.fit import Row, fitted_cost, refit
+
+#: Host number and local rank.
+Place = tuple[int, int]
+
+#: A wait for the allreduce of less than this share of a step's compute is not told apart from none.
+LEAST_WAIT = 0.05
+#: The allreduce's duration is changed where it is off by more than this share of itself.
+LEAST_COMM_CHANGE = 0.2
+
+
+class Measured:
+    """A cost that begins as ``start`` and follows measured times: what a sampler plans with unless told otherwise.
+
+    ``start`` itself is never changed. How long each rank takes is remembered by host and local rank, so that it
+    survives a change of ranks.
+
+    Parameters
+    ----------
+    start
+        A :class:`CostModel`, for instance of FLOPs; ``None``: by size.
+
+    Raises
+    ------
+    TypeError
+        ``start`` is neither.
+    """
+
+    def __init__(self, start: CostModel | None = None) -> None:
+        if start is not None and not isinstance(start, CostModel):
+            raise TypeError(f"start must be a CostModel or None, not {start!r} of type {type(start).__name__}")
+        self._start = start
+        self._default = start or CostModel()
+        self._fitted: FittedCost | None = None  # without the ranks' scales
+        self._scales: dict[Place, float] = {}
+        self._memory = cells.NONE
+        self._comm = 0.0  # as planned with
+        self._older_unit = 0.0  # nanoseconds per unit of the model before, which may have planned what is measured
+        self._places: tuple[Place, ...] = ()
+        self._speeds: tuple[float, ...] = ()
+        self._model: CostModel | None = None  # for these places
+
+    @property
+    def start(self) -> CostModel | None:
+        """What the cost begins as; ``None``: by size."""
+        return self._start
+
+    def __repr__(self) -> str:
+        return f"Measured({self._model or self._start or 'by size'})"
+
+    def model(
+        self,
+        default: CostModel,
+        places: Sequence[Place] | None,
+        ranks: int,
+        speeds: Sequence[float] | None = None,
+    ) -> CostModel:
+        """Return what to plan with now.
+
+        Parameters
+        ----------
+        default
+            What there is to plan with where no ``start`` was given and nothing has been measured.
+        places
+            (ranks,) host number and local rank of each rank; ``None``: those of before if as many, else unknown.
+        ranks
+            Number of ranks.
+        speeds
+            (ranks,) relative speeds that the plan knows of by itself; ``None``: all alike.
+        """
+        begin = self._start or default
+        if places is None:
+            places = self._places if len(self._places) == ranks else [(-1, rank) for rank in range(ranks)]
+        now = tuple((int(host), int(local)) for host, local in places)
+        known = (1.0,) * ranks if speeds is None else tuple(map(float, speeds))
+        if self._model is None or (begin, now, known) != (self._default, self._places, self._speeds):
+            self._default, self._places, self._speeds = begin, now, known
+            self._model = self._with_scales()
+        return self._model
+
+    def follow(
+        self,
+        rows: NDArray[np.float64],
+        places: Sequence[Place],
+        waits: Sequence[float],
+        tails: Sequence[float],
+    ) -> CostModel:
+        """Return what to plan with from now on: the same object as before where nothing changed beyond the noise.
+
+        Every rank that is given the same gets the same, to the last bit.
+
+        Parameters
+        ----------
+        rows
+            (ranks, ROW) what :func:`chronica_hvd.fit.summarize` made of each rank's records.
+        places
+            (ranks,) host number and local rank of each.
+        waits
+            Nanoseconds that the rank which waited least did wait for the allreduce, in each step; NaN: unknown.
+        tails
+            The smallest of the ranks' last backward passes in each of these steps, as planned; 0: unknown.
+        """
+        speeds = self._speeds if len(self._speeds) == len(places) else None
+        before = self.model(self._default, places, len(places), speeds)
+        unpacked = [Row.unpack(row) for row in rows]
+        scales = self._scales_now()
+        outcome = refit(unpacked, self._fitted or self._default, scales, self._memory, self._default)
+        if outcome is None:
+            return before
+        self._memory = outcome.memory
+        step_time = max(row.step_time for row in unpacked if row is not None)
+        comm = self._allreduce(waits, tails, outcome.unit_before, step_time)
+        # As it was planned with, in nanoseconds of now.
+        used = self._comm * outcome.unit_before if self._fitted else 0.0
+        is_other_comm = abs(comm - used) > max(LEAST_WAIT * step_time, LEAST_COMM_CHANGE * max(comm, used))
+        if not (outcome.is_new or outcome.scales != scales or is_other_comm):
+            return before
+        self._older_unit = outcome.unit_before
+        self._comm = comm if is_other_comm else used
+        self._take(fitted_cost(outcome, comm=self._comm), scales, outcome.scales)
+        self._model = self._with_scales()
+        return self._model
+
+    def _take(self, fitted: FittedCost, scales: Sequence[float], found: Sequence[float]) -> None:
+        """Keep a fit and the ranks' scales, those of ranks that are not here any more in the same unit."""
+        scale = fitted.rank_scale or ()
+        unit = scale[0] / found[0]
+        self._scales = {place: one * unit for place, one in self._scales.items()}
+        self._scales |= dict(zip(self._places, scale, strict=True))
+        self._fitted = dataclasses.replace(fitted, rank_scale=None)
+
+    def _scales_now(self) -> list[float]:
+        """Return (ranks,) how many times longer than predicted each rank takes."""
+        believed = self._default.rank_scale
+        if believed is None or len(believed) != len(self._places):
+            believed = (1.0,) * len(self._places)
+        return [
+            self._scales.get(place, scale / speed)
+            for place, scale, speed in zip(self._places, believed, self._speeds, strict=True)
+        ]
+
+    def _with_scales(self) -> CostModel:
+        """Return the model for the ranks of now, without what the plan knows of their speeds."""
+        if self._fitted is None:
+            return self._default
+        scale = [one * speed for one, speed in zip(self._scales_now(), self._speeds, strict=True)]
+        return dataclasses.replace(self._fitted, rank_scale=None if all(one == 1.0 for one in scale) else scale)
+
+    def _allreduce(self, waits: Sequence[float], tails: Sequence[float], unit: float, step_time: float) -> float:
+        """Return the duration of the allreduce in nanoseconds.
+
+        Horovod sends nothing before the last backward pass, so of a duration C only C − d is seen where that pass takes
+        d. Where nothing is seen, C is at most d: what was known before is not forgotten, or plans would turn to and
+        fro.
+        """
+        pairs = [
+            (wait, tail)
+            for wait, tail in zip(map(float, waits), map(float, tails), strict=True)
+            if math.isfinite(wait) and math.isfinite(tail) and wait >= 0.0 and tail >= 0.0
+        ]
+        known = self._comm * unit if self._fitted else 0.0
+        if not pairs:
+            return known
+        unit = self._unit_of(_median([tail for _, tail in pairs]), unit, step_time)
+        wait = _median([wait for wait, _ in pairs])
+        seen = _median([wait + tail * unit for wait, tail in pairs])
+        if wait > LEAST_WAIT * step_time:
+            return seen
+        return min(known, seen) if known > 0.0 else wait
+
+    def _unit_of(self, tail: float, unit: float, step_time: float) -> float:
+        """Return nanoseconds per unit of the model that planned the tails: the one before, where that is plausible."""
+        plausible = 100.0
+        if self._older_unit > 0.0 and not 1.0 / plausible < tail * unit / step_time < plausible:
+            return self._older_unit
+        return unit
+
+    def state(self) -> dict[str, Any]:
+        """Return what has been learnt, made of dicts, lists, numbers and strings only."""
+        fitted = self._fitted
+        return {
+            "fitted": None if fitted is None else {name: getattr(fitted, name) for name in _FITTED},
+            "scales": [[host, local, scale] for (host, local), scale in self._scales.items()],
+            "memory": self._memory.tolist(),
+            "older_unit": self._older_unit,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on with what had been learnt when a state was taken.
+
+        Raises
+        ------
+        TypeError, ValueError
+            It is no such state; nothing is changed then.
+        """
+        if not isinstance(state, Mapping):
+            raise TypeError(
+                f"the state of a measured cost must be a dict, not {state!r} of type {type(state).__name__}"
+            )
+        keys = {"fitted", "scales", "memory", "older_unit"}
+        if set(state) != keys:
+            raise ValueError(f"the state of a measured cost must have the keys {sorted(keys)}, not {list(state)}")
+        fitted = _loaded_fit(state["fitted"])
+        scales = _loaded_scales(state["scales"])
+        memory = _loaded_memory(state["memory"])
+        older_unit = checks.real("older_unit of the state", state["older_unit"], least=0.0)
+        self._fitted, self._scales, self._memory, self._older_unit = fitted, scales, memory, older_unit
+        self._comm = 0.0 if fitted is None else fitted.comm
+        self._model = None
+
+
+_FITTED = ("fixed", "per_sample", "per_size", "per_size2", "floor", "form", "records", "median_error", "comm")
+
+
+def _loaded_fit(value: Any) -> FittedCost | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping) or set(value) != set(_FITTED):
+        raise ValueError(f"fitted of the state must be None or a dict of {list(_FITTED)}, not {value!r}")
+    return FittedCost(**value)
+
+
+def _loaded_scales(value: Any) -> dict[Place, float]:
+    if not isinstance(value, list | tuple) or not all(isinstance(one, list | tuple) and len(one) == 3 for one in value):
+        raise TypeError(f"scales of the state must be a list of [host, local rank, scale], not {value!r}")
+    scales = {}
+    for host, local, scale in value:
+        place = (checks.integer("a host of the state", host), checks.integer("a local rank of the state", local))
+        scales[place] = checks.real("a scale of the state", scale)
+        if scales[place] <= 0.0:
+            raise ValueError(f"a scale of the state must be positive, not {scale}")
+    return scales
+
+
+def _loaded_memory(value: Any) -> cells.Cells:
+    try:
+        memory = np.array(value, dtype=np.float64).reshape(-1, cells.COLUMNS)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"memory of the state must be a list of lists of {cells.COLUMNS} numbers: {error}") from None
+    if not (np.isfinite(memory).all() and memory.min(initial=0.0) >= 0.0):
+        raise ValueError("memory of the state must hold finite numbers that are not negative")
+    return memory
+
+
+def _median(values: list[float]) -> float:
+    ascending = sorted(values)
+    return (ascending[(len(ascending) - 1) // 2] + ascending[len(ascending) // 2]) / 2.0

@@ -1,0 +1,153 @@
+"""Model: a rank's records since the last exchange, summed up in a row of fixed length that can be exchanged."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chronica_hvd import cells
+from chronica_hvd.cells import Cells
+from chronica_hvd.cost import CostModel, cost_of_work
+from chronica_hvd.least_squares import Sums, solve
+
+#: Cells of each half of the records, and single records for the median error.
+CELLS, SINGLES = 16, 16
+_HEAD, _SINGLE = 4, 4
+#: Length of a row.
+ROW = _HEAD + 2 * CELLS * cells.COLUMNS + SINGLES * _SINGLE
+
+#: Groups of consecutive records that a rank's speed is found from.
+GROUPS = 8
+#: So many deviations from the rest a record is an outlier.
+OUTLIER = 4.0
+#: Errors are relative to what is predicted; of less than this share of the mean, to that.
+LEAST_SHARE = 0.1
+
+
+class Row(NamedTuple):
+    """What a row says of a rank.
+
+    Attributes
+    ----------
+    records
+        How many micro-batches were measured.
+    step_time
+        Mean compute of a step in nanoseconds.
+    error
+        Standard error of the rank's speed, relative to it.
+    halves
+        The cells of each half of the records, outliers left out, at the level of all of them.
+    singles
+        (≤ SINGLES, 4) n, S1, S2 and time of some records of the second half.
+    """
+
+    records: float
+    step_time: float
+    error: float
+    halves: tuple[Cells, Cells]
+    singles: NDArray[np.float64]
+
+    @classmethod
+    def unpack(cls, row: NDArray[np.float64]) -> Row | None:
+        """Return what a row says; ``None`` where nothing was measured, or it is no row of ours."""
+        values = np.asarray(row, dtype=np.float64)
+        if values.shape != (ROW,) or not (np.isfinite(values).all() and values.min() >= 0.0 and values[0] > 0.0):
+            return None
+        middle = _HEAD + CELLS * cells.COLUMNS
+        end = middle + CELLS * cells.COLUMNS
+        first, second = (
+            half[(half[:, 0] > 0.0) & (half[:, 4] > 0.0)]
+            for half in (part.reshape(CELLS, -1) for part in (values[_HEAD:middle], values[middle:end]))
+        )
+        singles = values[end:].reshape(SINGLES, _SINGLE)
+        head = values[:_HEAD].tolist()
+        if len(first) + len(second) == 0:
+            return None
+        return cls(head[0], head[2] / max(head[1], 1.0), head[3], (first, second), singles[singles[:, 3] > 0.0])
+
+
+def summarize(records: NDArray[Any], model: CostModel, seed: int | None = None) -> NDArray[np.float64]:
+    """Return (ROW,) what the records say; zeros where they say nothing. Never raises for what the records hold.
+
+    Parameters
+    ----------
+    records
+        Structured array with the fields ``step, samples, size, size2, elapsed_ns``, oldest first.
+    model
+        What was believed; only its shape matters.
+    seed
+        Which records are in which half; ``None``: always the same.
+    """
+    row = np.zeros(ROW)
+    with np.errstate(all="ignore"):
+        work = np.stack([records[name].astype(np.float64) for name in ("samples", "size", "size2", "elapsed_ns")])
+        is_valid = (work >= 0.0).all(axis=0) & (work[3] > 0.0)
+        work = work[:, is_valid]
+        if work.shape[1] == 0:
+            return row
+        time = work[3]
+        predicted, is_kept = _robust_fit(work[:3], time, model)
+        ratio = time / predicted
+        level, error = _level(ratio)
+        kept = work.copy()
+        kept[3] *= level / float(ratio[is_kept].mean())
+        steps = len(np.unique(records["step"][is_valid])) if "step" in (records.dtype.names or ()) else time.size
+        row[:_HEAD] = time.size, steps, level * float(predicted.sum()), error
+        # At random: consecutive records may differ as a step's micro-batches do, by turns.
+        order = np.random.default_rng(0 if seed is None else abs(int(seed))).permutation(time.size)
+        halves = order[: time.size // 2], order[time.size // 2 :]
+        for begin, half in zip((_HEAD, _HEAD + CELLS * cells.COLUMNS), halves, strict=True):
+            of_half = kept[:, half[is_kept[half]]]
+            merged = cells.merge(np.vstack([np.ones(of_half.shape[1]), of_half]).T, CELLS)
+            row[begin : begin + merged.size] = merged.ravel()
+        singles = work[:, halves[1][:SINGLES]].T
+        row[ROW - SINGLES * _SINGLE :][: singles.size] = singles.ravel()
+    return row if np.isfinite(row).all() else np.zeros(ROW)
+
+
+def _robust_fit(
+    work: NDArray[np.float64], time: NDArray[np.float64], model: CostModel
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Return what a model fitted to most of these records predicts for all, and which are not outliers."""
+    columns = np.vstack([np.ones_like(time), work])
+    predicted = np.asarray(cost_of_work(model, *work), dtype=np.float64) + np.zeros_like(time)
+    if not (predicted > 0.0).all():
+        predicted = np.ones_like(time)
+    is_kept = np.ones(time.size, dtype=np.bool_)
+    for turn in range(6):
+        error = time / predicted
+        middle = float(np.median(error))
+        predicted = predicted * middle
+        error = error / middle - 1.0
+        spread = max(1.4826 * float(np.median(np.abs(error))), 1e-3)
+        is_kept = np.abs(error) <= OUTLIER * spread
+        # At first whatever deviates counts less (Huber), then outliers count nothing.
+        weight = np.minimum(1.0, spread / np.maximum(np.abs(error), spread)) if turn < 3 else is_kept.astype(np.float64)
+        weighted = columns * (weight / np.maximum(predicted, LEAST_SHARE * float(predicted.mean())) ** 2)
+        sums = Sums((weighted @ columns.T).tolist(), (weighted @ time).tolist(), float(weighted[0] @ (time * time)))
+        fitted = np.asarray(solve(sums)) @ columns
+        if not (np.isfinite(fitted).all() and fitted.min() > 0.0):
+            break
+        predicted = fitted
+    return predicted, is_kept
+
+
+def _level(ratio: NDArray[np.float64]) -> tuple[float, float]:
+    """Return the mean of measured ÷ predicted, and its relative standard error.
+
+    The mean of the means of groups of consecutive records, none of which may be further from their median than records
+    differ within groups: a pause that returns again and again counts in full, one that comes once does not.
+    """
+    groups = np.array_split(ratio, min(GROUPS, ratio.size))
+    means = np.array([float(group.mean()) for group in groups])
+    middle = float(np.median(means))
+    within = float(np.median([group.std() / np.sqrt(group.size) for group in groups]))
+    between = 1.4826 * float(np.median(np.abs(means - middle)))
+    most = 2.0 * max(within, between, 0.005 * middle)
+    means = means.clip(middle - most, middle + most)
+    level = float(means.mean())
+    of_groups = float(means.std(ddof=1)) / np.sqrt(means.size) if means.size > 1 else 0.0
+    of_records = max(within, 0.0) / np.sqrt(means.size)
+    return level, max(of_groups, of_records) / level

@@ -1,0 +1,211 @@
+"""Model: the shape of the cost, fitted to cells of all ranks.
+
+Elementwise arithmetic and exactly rounded sums only: every rank gets the same bits from the same cells.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chronica_hvd.cells import Cells
+from chronica_hvd.cost import CostModel, coefficients_of, cost_of_work
+from chronica_hvd.least_squares import Sums, added, solve, sums_of
+
+#: Fewer records than these leave more of the start's shape the fewer they are.
+FEW_RECORDS = 32
+#: How far from the start's a coefficient's share of the time may be expected to lie.
+EXPECTED_CHANGE = 0.3
+#: Errors are relative to what is predicted; of what takes less than this share of the mean, to that: it matters less.
+LEAST_SHARE = 0.1
+
+
+def levels(model: CostModel, groups: Sequence[Cells]) -> list[float]:
+    """Return for each group all that was measured ÷ all that was predicted; 0 where it is empty or that is."""
+    return [level_of(group, _predicted(model, group)) for group in groups]
+
+
+def fit_shape(
+    groups: Sequence[Cells], start: CostModel, scales: Sequence[float], *, free: bool, with_floor: bool = False
+) -> CostModel:
+    """Fit the shape to groups of cells that take ``scales`` times what it says, more or less.
+
+    Parameters
+    ----------
+    groups
+        Cells of each rank, and others that share a factor of their own.
+    start
+        Where the fit begins; measured ÷ scale is in its unit.
+    scales
+        (groups,) factors to begin with.
+    free
+        Whether the factors are found too. Their lower median stays what it is.
+    with_floor
+        Whether small micro-batches may all take the same time.
+    """
+    used = [place for place, group in enumerate(groups) if len(group) and scales[place] > 0.0]
+    cells = [groups[place] for place in used]
+    factors = [scales[place] for place in used]
+    prior = start if start.floor == 0.0 else additive(coefficients_of(start))
+    shape = prior
+    for _ in range(3):
+        shape, factors = _refit(cells, prior, shape, factors, free)
+    if with_floor:
+        scaled_cells = [at_level(group, 1.0 / factor) for group, factor in zip(cells, factors, strict=True)]
+        shape = _with_floor(np.vstack(scaled_cells), shape)
+    return shape
+
+
+def compare(better: CostModel, than: CostModel, halves: Sequence[Cells]) -> tuple[float, float]:
+    """Return by how much the squared relative errors of one model are less than another's, and the standard error.
+
+    Each group of cells has a level of its own, so that only shapes are compared.
+    """
+    gains: list[float] = []
+    for cells in halves:
+        if len(cells) < 2:
+            continue
+        squares = []
+        for model in (than, better):
+            predicted = _predicted(model, cells)
+            predicted = predicted * level_of(cells, predicted)
+            error = (cells[:, 4] - predicted) / _at_least(cells, predicted)
+            squares.append(cells[:, 0] * error * error)
+        gains += (squares[0] - squares[1]).tolist()
+    return math.fsum(gains), math.sqrt(math.fsum(gain * gain for gain in gains))
+
+
+def difference(model: CostModel, other: CostModel, cells: Cells) -> float:
+    """Return by how much two shapes differ, as the root of the mean squared relative difference over the cells."""
+    as_measured = cells.copy()
+    as_measured[:, 4] = _predicted(model, cells)
+    predicted = _predicted(other, cells)
+    predicted = predicted * level_of(as_measured, predicted)
+    error = (as_measured[:, 4] - predicted) / _at_least(cells, predicted)
+    return math.sqrt(_weighted_mean(cells[:, 0], error * error))
+
+
+def additive(coefficients: Sequence[float], floor: float = 0.0) -> CostModel:
+    """Return the model of fixed, per_sample, per_size and per_size2."""
+    fixed, per_sample, per_size, per_size2 = coefficients
+    return CostModel(fixed, per_sample, per_size, per_size2, floor=floor)
+
+
+def scaled(model: CostModel, factor: float) -> CostModel:
+    """Return the model's shape in another unit."""
+    return additive([one * factor for one in coefficients_of(model)], model.floor * factor)
+
+
+def _refit(
+    cells: list[Cells], start: CostModel, shape: CostModel, factors: list[float], free: bool
+) -> tuple[CostModel, list[float]]:
+    """Return shape and factors of least squares, weighted by what ``shape`` predicts."""
+    parts = []
+    for group in cells:
+        predicted = _at_least(group, _predicted(shape, group))
+        columns = np.vstack([np.ones(len(group)), group[:, 1:4].T])
+        parts.append(sums_of(columns, group[:, 4], group[:, 0] / (predicted * predicted)))
+    begun = list(factors)
+    records = math.fsum(count for group in cells for count in group[:, 0].tolist())
+    coefficients = list(coefficients_of(shape))
+    for _ in range(20 if free else 1):
+        total = added(part.with_target(1.0 / factor) for part, factor in zip(parts, factors, strict=True))
+        coefficients = solve(_drawn_to(start, total, sum(map(len, cells)), records))
+        if not free:
+            break
+        fitted = [part.fitted(coefficients) for part in parts]
+        moved = [
+            across / square if across > 0.0 and square > 0.0 else old
+            for (across, square), old in zip(fitted, factors, strict=True)
+        ]
+        ratios = sorted(new / old for new, old in zip(moved, begun, strict=True))
+        moved = [new / ratios[(len(ratios) - 1) // 2] for new in moved]
+        change = max(abs(new / old - 1.0) for new, old in zip(moved, factors, strict=True))
+        factors = moved
+        if change < 1e-3:
+            break
+    return additive(coefficients), factors
+
+
+def _drawn_to(start: CostModel, sums: Sums, points: int, records: float) -> Sums:
+    """Add pseudo-records of the start to the sums: for each column, some whose work is in that column only.
+
+    Their number weighs how much the times scatter against how much a coefficient may be expected to differ, so that it
+    matters only for what was not measured; with few records at all there are more.
+    """
+    free = solve(sums)
+    across, square = sums.fitted(free)
+    scatter = max(0.0, sums.square - 2.0 * across + square) / max(1, points - sum(value > 0.0 for value in free))
+    number = scatter / EXPECTED_CHANGE**2 + max(0.0, FEW_RECORDS / records - 1.0) / 4.0
+    gram = [list(row) for row in sums.gram]
+    moment = list(sums.moment)
+    for place, coefficient in enumerate(coefficients_of(start)):
+        added_weight = number * gram[place][place] / records
+        gram[place][place] += added_weight
+        moment[place] += added_weight * coefficient
+    return Sums(gram, moment, sums.square)
+
+
+def _with_floor(cells: Cells, shape: CostModel) -> CostModel:
+    """Return the best fit with a floor that was found; ``shape`` where none was.
+
+    By turns: cells predicted below the floor make the floor, the others the rest. From several floors to begin with.
+    """
+    count, time = cells[:, 0], cells[:, 4]
+    best, least = shape, math.inf
+    ascending = sorted(time.tolist())
+    for quarter in (1, 2, 3):
+        floor, linear = ascending[quarter * (len(ascending) - 1) // 4], shape
+        for _ in range(8):
+            predicted = cost_of_work(linear, cells[:, 1], cells[:, 2], cells[:, 3])
+            is_below = predicted < floor
+            if not 2 <= int(is_below.sum()) <= len(cells) - 4:
+                break
+            floor = _weighted_mean(count[is_below], time[is_below])
+            above = cells[~is_below]
+            weight = above[:, 0] / np.maximum(predicted[~is_below], floor) ** 2
+            sums = sums_of(np.vstack([np.ones(len(above)), above[:, 1:4].T]), above[:, 4], weight)
+            linear = additive(solve(_drawn_to(shape, sums, len(above), math.fsum(above[:, 0].tolist()))))
+        else:
+            trial = CostModel(*coefficients_of(linear), floor=floor)
+            predicted = _predicted(trial, cells)
+            error = (time - predicted) / _at_least(cells, predicted)
+            squares = math.fsum((count * error * error).tolist())
+            if squares < least:
+                best, least = trial, squares
+    return best
+
+
+def predicts_anything(model: CostModel, cells: Cells) -> bool:
+    """Whether a model predicts any time for cells."""
+    return bool(np.max(_predicted(model, cells), initial=0.0) > 0.0)
+
+
+def at_level(cells: Cells, factor: float) -> Cells:
+    """Return the cells with their times multiplied."""
+    return np.column_stack([cells[:, :4], cells[:, 4] * factor])
+
+
+def level_of(cells: Cells, predicted: NDArray[np.float64]) -> float:
+    """Return all that cells took ÷ all that was predicted for them; 0 where that is 0."""
+    total = math.fsum((cells[:, 0] * predicted).tolist())
+    return math.fsum((cells[:, 0] * cells[:, 4]).tolist()) / total if total > 0.0 else 0.0
+
+
+def _predicted(model: CostModel, cells: Cells) -> NDArray[np.float64]:
+    predicted: NDArray[np.float64] = cost_of_work(model, cells[:, 1], cells[:, 2], cells[:, 3]) + np.zeros(len(cells))
+    return predicted
+
+
+def _at_least(cells: Cells, predicted: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return what errors are relative to."""
+    least = LEAST_SHARE * _weighted_mean(cells[:, 0], predicted)
+    return np.maximum(predicted, least) if least > 0.0 else np.ones(len(cells))
+
+
+def _weighted_mean(weight: NDArray[np.float64], values: NDArray[np.float64]) -> float:
+    total = math.fsum(weight.tolist())
+    return math.fsum((weight * values).tolist()) / total if total > 0.0 else 0.0
