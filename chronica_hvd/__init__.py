@@ -32,6 +32,7 @@ if importlib.util.find_spec("chronica_hvd._core") is None:
 from chronica_hvd.cost import CostModel
 from chronica_hvd.planner import plan
 from chronica_hvd.plans import Plan
+from chronica_hvd.report import EpochReport
 from chronica_hvd.timer import StepTimer
 from chronica_hvd.world import World
 
@@ -49,6 +50,7 @@ __all__ = [
     "CostModel",
     "DataLoader",
     "DistributedOptimizer",
+    "EpochReport",
     "Mean",
     "Plan",
     "StepTimer",
