@@ -7,17 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from chronica_hvd import checks
-
-Array = NDArray[np.float64]
+from chronica_hvd.attribution import Array, Attribution, in_unit_of
 
 #: Why ranks wait for one → what is the matter, and what to do.
 CAUSES = {
     "data": "work that the plan could not share out evenly; more samples in a step help, or reorder='window'",
-    "device": "compute that took longer than the same work does elsewhere; look for other processes, a throttled clock, "
-    "a lower power limit. With refresh set the plan gives it less",
+    "device": "compute that took longer than the same work does elsewhere; look for other processes, a throttled clock "
+    "or a lower power limit; with refresh set the plan gives such a rank less",
     "input": "waiting for the loader; more workers or faster storage help, or less to do for a sample",
     "loop": "work of the training loop besides (logging, checkpoints, metrics); do it more rarely, or in a thread",
     "plan": "costs or speeds that the plan had wrong; the next refresh corrects them",
@@ -31,8 +29,6 @@ OF_A_RANK = ("data", "device", "input", "loop")
 LEAST_SHARE = 0.02
 #: Nor below this slowdown for a slow device.
 LEAST_SLOWDOWN = 1.05
-#: An epoch is divided into at most so many groups of consecutive steps, to tell what is steady from noise.
-GROUPS = 12
 #: A line per rank is printed for at most so many.
 PRINTED_RANKS = 16
 
@@ -172,41 +168,45 @@ class EpochReport:
             An array is none of numbers, or not of the shape of ``compute``; rank_scale is not positive.
         """
         epoch = checks.integer("epoch", epoch, least=0)
-        shape = np.shape(_table("compute", compute, None))
+        shape = np.shape(_table("compute", compute))
         given = {"compute": compute, "data_wait": data_wait, "wait": wait, "period": period, "loads": loads}
         c, d, w, p, planned = (_table(name, values, shape) for name, values in given.items())
-        scale = np.ones(shape) if rank_scale is None else _table("rank_scale", rank_scale, shape, may_be_row=True)
-        if not (scale > 0.0).all():
-            raise ValueError(f"rank_scale must be positive on every rank, not {rank_scale!r}")
+        scale = np.ones(shape) if rank_scale is None else _scale(rank_scale, shape)
         work = planned / scale if expected is None else _table("expected", expected, shape)
         is_known = ~np.isnan(c + d + w)
         ranks = np.flatnonzero(is_known.any(axis=0))
-        steps = is_known[:, ranks].all(axis=1) & (ranks.size > 0)
-        times = _Times(*(array[np.ix_(steps, ranks)] for array in (c, d, w, p, planned, work)))
+        if ranks.size == 0:
+            ranks = np.arange(shape[1])
+        steps = is_known[:, ranks].all(axis=1)
+        c, d, w, p, planned, work = (array[np.ix_(steps, ranks)] for array in (c, d, w, p, planned, work))
+        # What overlaps with compute is no wait: it would not fit into the period.
+        rest = np.where(np.isnan(p), d, np.maximum(p - c - w, 0.0))
+        d = np.minimum(d, rest)
+        found = Attribution(c, d, rest - d, w, planned, work, np.asarray(np.isnan(p).any(axis=1)))
+        waiting = found.waiting()
 
         def of_ranks(values: Array) -> Array:
             spread = np.full(shape[1], np.nan)
             spread[ranks] = values
             return spread
 
-        waiting = times.waiting()
         return cls(
             epoch=epoch,
             steps=shape[0],
             ranks=shape[1],
-            complete=int(steps.sum()),
-            elapsed=times.spent / max(ranks.size, 1) * 1e-9,
-            compute=of_ranks(times.compute.sum(axis=0) * 1e-9),
-            data_wait=of_ranks(times.data_wait.sum(axis=0) * 1e-9),
-            other=of_ranks(times.other.sum(axis=0) * 1e-9),
-            peer_wait=of_ranks(times.peer_wait.sum(axis=0) * 1e-9),
-            wire=float(times.wire.sum() * 1e-9),
-            idle_share=_idle_share(times.compute),
-            predicted_idle_share=_idle_share(times.planned),
-            prediction_error=times.prediction_error(),
-            slowdown=of_ranks(times.slowdown),
-            waiting_by_cause={cause: float(of_cause.sum() * 1e-9) for cause, of_cause in waiting.items()},
-            stragglers=times.stragglers(waiting, ranks.tolist()),
+            complete=len(c),
+            elapsed=found.spent / ranks.size / 1e9,
+            compute=of_ranks(c.sum(axis=0) / 1e9),
+            data_wait=of_ranks(d.sum(axis=0) / 1e9),
+            other=of_ranks(found.other.sum(axis=0) / 1e9),
+            peer_wait=of_ranks(found.peer_wait.sum(axis=0) / 1e9),
+            wire=float(found.wire.sum() / 1e9),
+            idle_share=_idle_share(c),
+            predicted_idle_share=_idle_share(in_unit_of(c, planned)),
+            prediction_error=found.prediction_error,
+            slowdown=of_ranks(found.slowdown),
+            waiting_by_cause={cause: float(waiting[cause].sum() / 1e9) for cause in CAUSES},
+            stragglers=_stragglers(found, waiting, ranks.tolist()),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -250,150 +250,28 @@ class EpochReport:
         ]
 
 
-class _Times:
-    """The times (steps, ranks) in ns of complete steps, and what follows from them."""
-
-    def __init__(self, compute: Array, data_wait: Array, wait: Array, period: Array, planned: Array, work: Array):
-        # What overlaps with compute is no wait: it would not fit into the period.
-        rest = np.where(np.isnan(period), data_wait, np.maximum(period - compute - wait, 0.0))
-        self.is_first = np.isnan(period).any(axis=1)
-        self.compute, self.planned = compute, planned
-        self.data_wait = np.minimum(data_wait, rest)
-        self.other = rest - self.data_wait
-        self.wire = wait.min(axis=1, initial=np.inf)
-        self.peer_wait = wait - self.wire[:, None]
-        self.spent = float((compute + wait + rest).sum())
-        size = max(1, -(-len(compute) // GROUPS))
-        self._group = np.arange(len(compute)) // size
-        self._starts = np.arange(0, len(compute), size)
-        self.factor = np.ones_like(compute)
-        for _ in range(3):  # since slow ranks are in the unit too
-            self.work = _in_unit_of(compute, work, self.factor)
-            known = self._sums(np.where(self.work > 0.0, compute, 0.0))
-            ratio = _ratio(known, self._sums(self.work))
-            mean = _trimmed_mean(ratio)
-            self.slowdown = mean / _of_median_rank(mean)
-            self.factor = 1.0 + _steady_excess(ratio / _of_median_rank(mean), least=0.01)[self._group]
-
-    def _sums(self, values: Array) -> Array:
-        """Return (groups, ranks) the sums over groups of consecutive steps."""
-        return np.add.reduceat(values, self._starts, axis=0) if len(values) else values
-
-    def prediction_error(self) -> float:
-        """Return the median relative error of the planned loads."""
-        predicted = _in_unit_of(self.compute, self.planned, 1.0)
-        errors = np.abs(self.compute / predicted - 1.0)[predicted > 0.0]
-        return float(np.median(errors)) if errors.size else float("nan")
-
-    def waiting(self) -> dict[str, Array]:
-        """Return by cause (ranks,) how long the others waited for each rank, in ns."""
-        steps, ranks = self.compute.shape
-        last = self.peer_wait.argmin(axis=1) if ranks else np.zeros(steps, np.int64)
-
-        def excess(values: Array) -> Array:
-            """Return (steps,) by how much the last rank exceeds the mean of the others."""
-            own = values[np.arange(steps), last]
-            return own - (values.sum(axis=1) - own) / max(ranks - 1, 1)
-
-        total = self.peer_wait.sum(axis=1)
-        slow = excess(self.work * (self.factor - 1.0))
-        # Where the plan gives a slow rank less, only the difference of both is waited for.
-        compute = np.maximum(excess(self.work) + slow, 0.0)
-        device = np.minimum(np.maximum(slow, 0.0), compute)
-        data = np.clip(excess(_in_unit_of(self.compute, self.planned, 1.0)) - device, 0.0, compute - device)
-        parts = {
-            "data": data,
-            "device": device,
-            "input": np.maximum(excess(self._beyond_noise(self.data_wait)), 0.0),
-            "loop": np.maximum(excess(self._beyond_noise(self.other)), 0.0),
-            "plan": compute - device - data,
-        }
-        parts["noise"] = np.maximum(total / max(ranks - 1, 1) - sum(parts.values()), 0.0)
-        parts["noise"][sum(parts.values()) == 0.0] = 1.0
-        amount = total / sum(parts.values())
-        shares = {cause: np.where(self.is_first, 0.0, part * amount) for cause, part in parts.items()}
-        shares["start"] = np.where(self.is_first, total, 0.0)
-        return {cause: np.bincount(last, shares[cause], minlength=ranks) for cause in CAUSES}
-
-    def stragglers(self, waiting: dict[str, Array], ranks: list[int]) -> tuple[Straggler, ...]:
-        """Return who is to be named."""
-        named = []
-        for cause in OF_A_RANK:
-            for place, rank in enumerate(ranks):
-                share = waiting[cause][place] / self.spent if self.spent > 0.0 else 0.0
-                is_slow = cause == "device" and self.factor[-1, place] >= LEAST_SLOWDOWN
-                if share < LEAST_SHARE and not is_slow:
-                    continue
-                slow = self.factor[:, place][self.factor[:, place] >= LEAST_SLOWDOWN]
-                factor = slow.mean() if cause == "device" and slow.size else self.slowdown[place]
-                seconds = float(waiting[cause][place] * 1e-9)
-                named.append(Straggler(rank, cause, seconds, float(share), float(factor)))
-        return tuple(sorted(named, key=lambda one: -one.waiting))
-
-    def _beyond_noise(self, values: Array) -> Array:
-        """Return times of which what may be jitter is left out: the steady ones, and in single steps the far larger."""
-        steady = _steady_excess(self._sums(values) / np.bincount(self._group)[:, None], least=0.0)[self._group]
-        deviation = values - steady
-        deviation -= np.median(deviation, axis=0)
-        jitter = 1.4826 * _of_median_rank(np.median(np.abs(deviation), axis=0))
-        return steady + np.where(np.abs(deviation) > 4.0 * jitter, deviation, 0.0)
-
-
-def _steady_excess(values: Array, least: float) -> Array:
-    """Return (groups, ranks) by how much ranks exceed the median rank steadily; 0 where that can be noise.
-
-    A level may change: where the two halves differ by more than noise, each is looked at by itself.
-    """
-    step = np.abs(np.diff(values, axis=0))
-    own = 1.05 * np.median(step, axis=0) if len(step) else np.zeros(values.shape[1])  # 1 ÷ (0.6745 · √2)
-    noise = np.maximum(own, np.median(own))
-    return _levels(values, noise, least) if len(values) >= 4 else np.zeros_like(values)
-
-
-def _levels(values: Array, noise: Array, least: float) -> Array:
-    def level(part: Array) -> tuple[Array, Array]:
-        mean = _trimmed_mean(part)
-        error = 4.0 * (1.0 + 4.0 / len(part)) * (noise + _of_median_rank(noise)) / len(part) ** 0.5
-        return mean - _of_median_rank(mean), np.maximum(error, least)
-
-    excess, error = level(values)
-    whole = np.tile(np.where(np.abs(excess) > error, excess, 0.0), (len(values), 1))
-    half = len(values) // 2
-    if half < 3:
-        return whole
-    halves = values[:half], values[half:]
-    (a, error_a), (b, error_b) = map(level, halves)
-    parts = np.concatenate([_levels(part, noise, least) for part in halves])
-    return np.where(np.abs(a - b) > np.maximum(error_a, error_b) * 2**0.5, parts, whole)
-
-
-def _trimmed_mean(values: Array) -> Array:
-    """Return the mean over groups, of eight or more without the largest and the smallest."""
-    return np.sort(values, axis=0)[1:-1].mean(axis=0) if len(values) >= 8 else values.mean(axis=0)
-
-
-def _of_median_rank(values: Array) -> Any:
-    """Return the median over ranks; of an even number the lower one, so that of two ranks the slower one is slow."""
-    return np.sort(values)[(values.size - 1) // 2]
-
-
-def _in_unit_of(compute: Array, loads: Array, factor: Array | float) -> Array:
-    """Return loads in ns, each step's unit such that they add up to its compute; 0 where loads are unknown."""
-    unit = _ratio(compute.sum(axis=1), (loads * factor).sum(axis=1))
-    return np.nan_to_num(loads * unit[:, None])
-
-
-def _ratio(a: Array, b: Array) -> Array:
-    """Return a ÷ b, 1 where b is not positive."""
-    return np.divide(a, b, out=np.ones_like(a), where=b > 0.0)
+def _stragglers(found: Attribution, waiting: dict[str, Array], ranks: list[int]) -> tuple[Straggler, ...]:
+    """Name who has kept the others waiting, or has a slow device at the end of the epoch."""
+    named = []
+    for cause in OF_A_RANK:
+        for place, rank in enumerate(ranks):
+            ns = float(waiting[cause][place])
+            share = ns / found.spent if found.spent > 0.0 else 0.0
+            factors = found.factor[:, place]
+            is_slow = cause == "device" and factors[-1:].max(initial=0.0) >= LEAST_SLOWDOWN
+            if share >= LEAST_SHARE or is_slow:
+                slow = factors[factors > 1.0]
+                factor = slow.mean() if cause == "device" and slow.size else found.slowdown[place]
+                named.append(Straggler(rank, cause, ns / 1e9, share, float(factor)))
+    return tuple(sorted(named, key=lambda straggler: -straggler.waiting))
 
 
 def _idle_share(loads: Array) -> float:
-    largest = float(loads.max(axis=1, initial=0.0).sum())
+    largest = float(loads.max(axis=1).sum())
     return 1.0 - float(loads.mean(axis=1).sum()) / largest if largest > 0.0 else 0.0
 
 
-def _table(name: str, values: Any, shape: tuple[int, ...] | None, may_be_row: bool = False) -> Array:
+def _table(name: str, values: Any, shape: tuple[int, ...] | None = None) -> Array:
     """Return a table of times or loads; what is no number of at least 0 becomes NaN."""
     try:
         if np.ma.is_masked(values) or np.asarray(values).dtype.kind not in "iuf":
@@ -401,11 +279,18 @@ def _table(name: str, values: Any, shape: tuple[int, ...] | None, may_be_row: bo
         table = np.asarray(values).astype(np.float64)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{name} must be an array (steps, ranks) of numbers, not {values!r}") from None
-    if may_be_row and table.ndim == 1 and shape is not None and table.shape == shape[1:]:
-        table = np.broadcast_to(table, shape)
     if table.ndim != 2 or table.shape[1] == 0 or table.shape != (shape or table.shape):
         raise ValueError(f"{name} must be of shape {shape or '(steps, ranks)'}, not of shape {table.shape}: {values!r}")
     return np.where((table >= 0.0) & (table < np.inf), table, np.nan)
+
+
+def _scale(rank_scale: Any, shape: tuple[int, ...]) -> Array:
+    """Return the ranks' scales as a table."""
+    is_row = np.ndim(rank_scale) == 1
+    table = _table("rank_scale", [rank_scale] if is_row else rank_scale, (1, *shape[1:]) if is_row else shape)
+    if not (table > 0.0).all():
+        raise ValueError(f"rank_scale must be positive on every rank, not {rank_scale!r}")
+    return table
 
 
 def _plain(value: Any) -> Any:
