@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,9 +105,12 @@ class Attribution:
         total = self.peer_wait.sum(axis=1)
         explained = np.sum(list(parts.values()), axis=0)
         parts["noise"] = np.maximum(total / max(ranks - 1, 1) - explained, 0.0)
-        scale = np.where(self.is_first, 0.0, _ratio(total, explained + parts["noise"]))
+        scale = _ratio(total, explained + parts["noise"])
         shares = {cause: part * scale for cause, part in parts.items()}
-        shares["start"] = np.where(self.is_first, total, 0.0)
+        shares["start"] = np.zeros(steps)
+        for cause in ("input", "loop", "noise"):
+            shares["start"] = shares["start"] + np.where(self.is_first, shares[cause], 0.0)
+            shares[cause] = np.where(self.is_first, 0.0, shares[cause])
         return {cause: np.bincount(last, share, ranks).astype(np.float64) for cause, share in shares.items()}
 
     @property
@@ -132,7 +134,7 @@ def _without_jitter(times: Array) -> Array:
     rest = times - steady
     rest -= np.median(rest, axis=0)
     spread = 1.4826 * _of_median_rank(np.median(np.abs(rest), axis=0))  # as a standard deviation
-    return steady + np.where(np.abs(rest) > _beyond(spread, len(rest)), rest, 0.0)
+    return steady + np.where(np.abs(rest) > _beyond(len(rest)) * spread, rest, 0.0)
 
 
 def _levels(values: Array, least: float) -> Array:
@@ -149,7 +151,7 @@ def _level(values: Array, noise: float, least: float) -> Array:
     """Return (groups,) the level of one rank, which may change."""
 
     def error(groups: int) -> float:
-        return _beyond(noise, groups) / math.sqrt(groups)
+        return _beyond(groups) * noise / math.sqrt(groups)
 
     count = len(values)
     best, split = 1.0, 0
@@ -164,9 +166,9 @@ def _level(values: Array, noise: float, least: float) -> Array:
     return np.full(count, mean if abs(mean) > max(error(count), least) else 0.0)
 
 
-def _beyond(noise: Any, values: int) -> Any:
-    """Return what noise hardly ever exceeds, of a standard deviation that is known from so many values."""
-    return 4.0 * (1.0 + 4.0 / max(values, 1)) * noise
+def _beyond(values: int) -> float:
+    """Return how many standard deviations noise hardly ever exceeds, where they are known from so many values."""
+    return 4.0 * (1.0 + 4.0 / max(values, 1))
 
 
 def _sums(values: Array) -> Array:

@@ -14,12 +14,12 @@ from chronica_hvd.attribution import Array, Attribution, in_unit_of
 #: Why ranks wait for one → what is the matter, and what to do.
 CAUSES = {
     "data": "work that the plan could not share out evenly; more samples in a step help, or reorder='window'",
-    "device": "compute that took longer than the same work does elsewhere; look for other processes, a throttled clock "
-    "or a lower power limit; with refresh set the plan gives such a rank less",
-    "input": "waiting for the loader; more workers or faster storage help, or less to do for a sample",
-    "loop": "work of the training loop besides (logging, checkpoints, metrics); do it more rarely, or in a thread",
+    "device": "the same work takes longer there; look for other processes, a throttled clock or a lower power limit "
+    "(with refresh set the plan gives such a rank less)",
+    "input": "waiting for the loader; more workers help, faster storage, or less to do for a sample",
+    "loop": "other work of the training loop (logging, checkpoints, metrics); do it more rarely, or in a thread",
     "plan": "costs or speeds that the plan had wrong; the next refresh corrects them",
-    "start": "the first step (workers start, kernels are chosen); persistent_workers=True spares some of it",
+    "start": "an epoch's first step: workers start, kernels are chosen; persistent_workers=True spares some of it",
     "noise": "compute that varies from step to step, or in another way than the cost model says; nobody's fault",
 }
 #: Causes that a rank is named for.
@@ -90,7 +90,7 @@ class EpochReport:
     predicted_idle_share
         The same of the plan's loads.
     prediction_error
-        Median relative error of the plan's load of a rank in a step, after its unit is fitted; NaN where unknown.
+        Median relative error of the plan's load of a rank, after each step's unit is fitted; NaN where unknown.
     slowdown
         (ranks,) how many times longer than on the median rank (of two, the faster one) the same work takes: the mean
         over groups of consecutive steps without the largest and the smallest; NaN where unknown.
@@ -98,7 +98,8 @@ class EpochReport:
         The seconds of ``peer_wait``, over all ranks, by the cause of the wait. In each step the rank with the smallest
         wait keeps the others waiting. This is shared out to the causes in proportion to how much that rank exceeds the
         mean of the others: ``"data"``, ``"device"``, ``"input"`` and ``"loop"`` as for :class:`Straggler`, ``"plan"``
-        (costs or speeds that the plan had wrong), ``"start"`` (the first step), ``"noise"`` (the rest).
+        (costs or speeds that the plan had wrong), ``"noise"`` (the rest), ``"start"`` (these two and the loader in the
+        first step).
     stragglers
         Who is to be named, the largest waiting first. Nobody is for less than 2 % of the time; but a device slower than
         the median by 5 % or more is, even if the plan relieves it so that nobody waits.
@@ -150,7 +151,7 @@ class EpochReport:
         data_wait
             Waiting for the loader.
         wait
-            Waiting in ``synchronize()``, for slower ranks and the allreduce.
+            Waiting in ``synchronize()``, for slower ranks and the allreduce; below 0 it counts as 0.
         period
             From the end of the step before until the end of this one; NaN in the first.
         loads
@@ -158,9 +159,9 @@ class EpochReport:
         rank_scale
             (ranks,) or (steps, ranks) what the loads contain for ranks believed to be slow; ``None``: nothing.
         expected
-            What the compute should take on equal ranks, in any unit, as is known after the epoch; ``None``: loads ÷
-            rank_scale. A plan sorts a step's samples over the ranks by size, so that whatever its cost model has wrong
-            looks like a slow rank, unless it is corrected here.
+            What the compute should have taken on ranks as fast as declared, by a cost model fitted since, in any unit;
+            ``None``: loads ÷ rank_scale. Give it where the plan's model may be wrong: a plan deals a step's samples to
+            the ranks in the order of their sizes, so what it has wrong of some sizes looks like a slow rank.
 
         Raises
         ------
@@ -168,15 +169,16 @@ class EpochReport:
             An array is none of numbers, or not of the shape of ``compute``; rank_scale is not positive.
         """
         epoch = checks.integer("epoch", epoch, least=0)
-        shape = np.shape(_table("compute", compute))
-        given = {"compute": compute, "data_wait": data_wait, "wait": wait, "period": period, "loads": loads}
-        c, d, w, p, planned = (_table(name, values, shape) for name, values in given.items())
+        c = _table("compute", compute)
+        shape = c.shape
+        d = _table("data_wait", data_wait, shape)
+        w = _table("wait", wait, shape, least=-np.inf)  # below 0 where all of the period is explained
+        p = _table("period", period, shape)
+        planned = _table("loads", loads, shape)
         scale = np.ones(shape) if rank_scale is None else _scale(rank_scale, shape)
         work = planned / scale if expected is None else _table("expected", expected, shape)
         is_known = ~np.isnan(c + d + w)
-        ranks = np.flatnonzero(is_known.any(axis=0))
-        if ranks.size == 0:
-            ranks = np.arange(shape[1])
+        ranks = np.flatnonzero(is_known.any(axis=0)) if is_known.any() else np.arange(shape[1])
         steps = is_known[:, ranks].all(axis=1)
         c, d, w, p, planned, work = (array[np.ix_(steps, ranks)] for array in (c, d, w, p, planned, work))
         # What overlaps with compute is no wait: it would not fit into the period.
@@ -187,7 +189,8 @@ class EpochReport:
 
         def of_ranks(values: Array) -> Array:
             spread = np.full(shape[1], np.nan)
-            spread[ranks] = values
+            if len(c):
+                spread[ranks] = values
             return spread
 
         return cls(
@@ -214,40 +217,41 @@ class EpochReport:
         return {name: _plain(value) for name, value in dataclasses.asdict(self).items()}
 
     def __str__(self) -> str:
-        known = [rank for rank in range(self.ranks) if not np.isnan(self.compute[rank])]
+        if self.complete == 0:
+            return f"Epoch {self.epoch}: of no step the times are known on every rank."
+        named = {straggler.rank for straggler in self.stragglers}
+        known = np.flatnonzero(~np.isnan(self.compute))
+        first = sorted(known, key=lambda rank: (rank not in named, -self.compute[rank]))[:PRINTED_RANKS]
         lines = [
-            f"Epoch {self.epoch}: {self.complete} of {self.steps} steps on {self.ranks} ranks in {self.elapsed:.3g} s. "
-            f"Ranks idle {self.idle_share:.1%} of the compute time, {self.predicted_idle_share:.1%} as planned; the "
-            f"allreduce takes {self.wire:.3g} s besides.",
-            "  rank  compute  data wait    other  for peers  slowdown",
+            f"Epoch {self.epoch}: {self.complete} of {self.steps} steps on {self.ranks} ranks in {self.elapsed:.3g} s, "
+            f"{self.wire:.3g} s of it for the allreduce.",
+            f"Idle for {self.idle_share:.1%} of the compute time, as planned {self.predicted_idle_share:.1%}; a rank's "
+            f"load is off by {self.prediction_error:.1%}.",
+            "  rank   compute data wait     other for peers  slowdown",
         ]
-        printed = known
-        if len(known) > PRINTED_RANKS:
-            named = {straggler.rank for straggler in self.stragglers}
-            printed = sorted(known, key=lambda rank: (rank not in named, -self.compute[rank]))[:PRINTED_RANKS]
-        for rank in sorted(printed):
-            times = self.compute[rank], self.data_wait[rank], self.other[rank], self.peer_wait[rank]
-            lines.append("{:6d} {:7.3g}s {:9.3g}s {:7.3g}s {:9.3g}s {:9.2f}".format(rank, *times, self.slowdown[rank]))
-        if len(printed) < self.ranks:
-            lines.append(f"  and {self.ranks - len(printed)} more")
-        for cause, meaning in CAUSES.items():
-            lines.extend(self._sentences(cause, meaning))
+        for rank in sorted(first):
+            times = (times[rank] for times in (self.compute, self.data_wait, self.other, self.peer_wait))
+            lines.append(f"{rank:6}{''.join(f'{seconds:8.3g} s' for seconds in times)}{self.slowdown[rank]:10.2f}")
+        if len(first) < self.ranks:
+            lines.append(f"  and {self.ranks - len(first)} more")
+        for cause in CAUSES:
+            lines.extend(self._sentences(cause))
         return "\n".join(lines)
 
-    def _sentences(self, cause: str, meaning: str) -> list[str]:
-        """Return what there is to say of a cause: nothing, or who waits how much for it and what to do."""
+    def _sentences(self, cause: str) -> list[str]:
+        """Return what there is to say of a cause, if anything: how much was waited for it, for whom, and what to do."""
+        spent = self.elapsed * np.isfinite(self.compute).sum()
+        share = self.waiting_by_cause[cause] / spent if spent > 0.0 else 0.0
         named = [straggler for straggler in self.stragglers if straggler.cause == cause]
-        waiting = self.waiting_by_cause[cause]
-        share = waiting / (self.elapsed * max(np.isfinite(self.compute).sum(), 1)) if self.elapsed > 0.0 else 0.0
         if not named and share < LEAST_SHARE:
             return []
-        who = ", ".join(
-            f"rank {one.rank} ({one.waiting:.3g} s{f', {one.factor:.2f} times as long' if cause == 'device' else ''})"
-            for one in named
-        )
-        return [
-            f"{cause}: ranks waited {waiting:.3g} s ({share:.1%} of their time){f' for {who}' * bool(who)}: {meaning}."
-        ]
+        who = [f"rank {one.rank} ({one.waiting:.3g} s)" for one in named]
+        if cause == "device":
+            who = [f"rank {one.rank} ({one.waiting:.3g} s; takes {one.factor:.2f} times as long)" for one in named]
+        if len(who) > PRINTED_RANKS:
+            who[PRINTED_RANKS:] = [f"{len(who) - PRINTED_RANKS} more"]
+        of_all = f"{cause}: {self.waiting_by_cause[cause]:.3g} s of waiting, {share:.1%} of the ranks' time"
+        return [f"{of_all}{', for ' if who else ''}{', '.join(who)}: {CAUSES[cause]}."]
 
 
 def _stragglers(found: Attribution, waiting: dict[str, Array], ranks: list[int]) -> tuple[Straggler, ...]:
@@ -271,26 +275,30 @@ def _idle_share(loads: Array) -> float:
     return 1.0 - float(loads.mean(axis=1).sum()) / largest if largest > 0.0 else 0.0
 
 
-def _table(name: str, values: Any, shape: tuple[int, ...] | None = None) -> Array:
-    """Return a table of times or loads; what is no number of at least 0 becomes NaN."""
+def _table(name: str, values: Any, shape: tuple[int, ...] | None = None, least: float = 0.0) -> Array:
+    """Return a table of times or loads as float64; what is not known, infinite or negative is NaN."""
     try:
-        if np.ma.is_masked(values) or np.asarray(values).dtype.kind not in "iuf":
-            raise TypeError("no numbers")
-        table = np.asarray(values).astype(np.float64)
+        array = np.asarray(values)
+        if array.dtype.kind not in "iuf" or np.ma.is_masked(values):
+            raise TypeError("it must hold numbers")
+        table = array.astype(np.float64)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{name} must be an array (steps, ranks) of numbers, not {values!r}") from None
-    if table.ndim != 2 or table.shape[1] == 0 or table.shape != (shape or table.shape):
-        raise ValueError(f"{name} must be of shape {shape or '(steps, ranks)'}, not of shape {table.shape}: {values!r}")
-    return np.where((table >= 0.0) & (table < np.inf), table, np.nan)
+    if table.ndim != 2 or table.shape[1] == 0:
+        raise ValueError(f"{name} must be an array (steps, ranks), not of shape {table.shape}: {values!r}")
+    if shape not in (None, table.shape):
+        raise ValueError(f"{name} must be of the shape of compute, {shape}, not of shape {table.shape}")
+    return np.where((table >= least) & (table < np.inf), np.maximum(table, 0.0), np.nan)
 
 
 def _scale(rank_scale: Any, shape: tuple[int, ...]) -> Array:
-    """Return the ranks' scales as a table."""
-    is_row = np.ndim(rank_scale) == 1
-    table = _table("rank_scale", [rank_scale] if is_row else rank_scale, (1, *shape[1:]) if is_row else shape)
-    if not (table > 0.0).all():
-        raise ValueError(f"rank_scale must be positive on every rank, not {rank_scale!r}")
-    return table
+    """Return rank_scale as a table."""
+    scale = checks.amounts("rank_scale", rank_scale)
+    if scale.shape not in (shape, shape[1:]):
+        raise ValueError(f"rank_scale must be of shape {shape[1:]} or {shape}, not of shape {scale.shape}")
+    if not (scale > 0.0).all():
+        raise ValueError(f"rank_scale must be positive on every rank, not {scale.tolist()}")
+    return np.broadcast_to(scale, shape)
 
 
 def _plain(value: Any) -> Any:
