@@ -33,6 +33,7 @@ from chronica_hvd.cost import CostModel, FittedCost
 from chronica_hvd.measured import Measured
 from chronica_hvd.planner import plan
 from chronica_hvd.plans import Plan
+from chronica_hvd.report import EpochReport
 from chronica_hvd.timer import StepTimer
 from chronica_hvd.world import World
 
@@ -50,6 +51,7 @@ __all__ = [
     "CostModel",
     "DataLoader",
     "DistributedOptimizer",
+    "EpochReport",
     "FittedCost",
     "Mean",
     "Measured",

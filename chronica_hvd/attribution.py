@@ -1,0 +1,211 @@
+"""Report: for whom the other ranks waited in each step, and why."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+#: An epoch is divided into at most so many groups of consecutive steps, to tell what is steady from noise.
+GROUPS = 16
+#: Fewer groups say nothing; of two levels each must last for three, so that a single stall makes none.
+LEAST_GROUPS, LEAST_OF_LEVEL = 4, 3
+#: A steady factor closer to 1 is none.
+LEAST_CHANGE = 0.01
+#: Nor do ranks differ by less.
+LEAST_NS = 1000.0
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """What follows from the times (steps, ranks), in ns, of steps of which all is known.
+
+    Attributes
+    ----------
+    compute, data_wait, other, wait
+        They add up to the step. ``other`` is what the loop does besides.
+    planned
+        The plan's loads, in any unit.
+    work
+        What the compute should take on equal ranks, in any unit.
+    is_first
+        (steps,) whether nothing is known of the time between a step and the one before.
+    """
+
+    compute: Array
+    data_wait: Array
+    other: Array
+    wait: Array
+    planned: Array
+    work: Array
+    is_first: NDArray[np.bool_]
+
+    @cached_property
+    def wire(self) -> Array:
+        """(steps,) the smallest wait."""
+        return np.asarray(self.wait.min(axis=1, initial=np.inf))
+
+    @cached_property
+    def peer_wait(self) -> Array:
+        """(steps, ranks) what a rank waited longer than that."""
+        return self.wait - self.wire[:, None]
+
+    @cached_property
+    def spent(self) -> float:
+        """The time of all ranks together."""
+        return float((self.compute + self.data_wait + self.other + self.wait).sum())
+
+    @cached_property
+    def _ratios(self) -> Array:
+        """(groups, ranks) compute ÷ work."""
+        work = in_unit_of(self.compute, self.work)
+        return _ratio(_sums(np.where(work > 0.0, self.compute, 0.0)), _sums(work))
+
+    @cached_property
+    def slowdown(self) -> Array:
+        """(ranks,) compute ÷ work, relative to the median rank."""
+        means = _mean(self._ratios)
+        return _ratio(means, _of_median_rank(means))
+
+    @cached_property
+    def factor(self) -> Array:
+        """(steps, ranks) the same, as it changes in the epoch; 1 where it can be noise."""
+        reference = [_median_rank(self._ratios)]
+        factors = 1.0 + _levels(_ratio(self._ratios, self._ratios[:, reference]) - 1.0, LEAST_CHANGE)
+        return _by_step(_ratio(factors, _of_median_rank(factors)), len(self.work))
+
+    def waiting(self) -> dict[str, Array]:
+        """Return by cause (ranks,) how long the others waited for each rank, all together."""
+        steps, ranks = self.compute.shape
+        last = self.wait.argmin(axis=1) if ranks else np.zeros(steps, np.int64)
+
+        def excess(values: Array) -> Array:
+            """Return (steps,) by how much the last rank exceeds the mean of the others."""
+            own = values[np.arange(steps), last]
+            return np.asarray(own - (values.sum(axis=1) - own) / max(ranks - 1, 1))
+
+        work = in_unit_of(self.compute, self.work, self.factor)
+        slow = excess(work * (self.factor - 1.0))
+        # A slow rank that is given less is waited for only as far as the one is not made up for by the other.
+        longer = np.maximum(excess(work) + slow, 0.0)
+        device = np.clip(slow, 0.0, longer)
+        data = np.clip(excess(in_unit_of(self.compute, self.planned)) - device, 0.0, longer - device)
+        parts = {
+            "data": data,
+            "device": device,
+            "input": np.maximum(excess(_without_jitter(self.data_wait)), 0.0),
+            "loop": np.maximum(excess(_without_jitter(self.other)), 0.0),
+            "plan": longer - device - data,
+        }
+        total = self.peer_wait.sum(axis=1)
+        explained = np.sum(list(parts.values()), axis=0)
+        parts["noise"] = np.maximum(total / max(ranks - 1, 1) - explained, 0.0)
+        scale = _ratio(total, explained + parts["noise"])
+        shares = {cause: part * scale for cause, part in parts.items()}
+        shares["start"] = np.zeros(steps)
+        for cause in ("input", "loop", "noise"):
+            shares["start"] = shares["start"] + np.where(self.is_first, shares[cause], 0.0)
+            shares[cause] = np.where(self.is_first, 0.0, shares[cause])
+        return {cause: np.bincount(last, share, ranks).astype(np.float64) for cause, share in shares.items()}
+
+    @property
+    def prediction_error(self) -> float:
+        """Median relative error of the planned loads; NaN where unknown."""
+        planned = in_unit_of(self.compute, self.planned)
+        errors = np.abs(_ratio(self.compute, planned) - 1.0)[planned > 0.0]
+        return float(np.median(errors)) if errors.size else math.nan
+
+
+def in_unit_of(compute: Array, loads: Array, factor: Array | float = 1.0) -> Array:
+    """Return loads in ns: times a factor, a step's add up to its compute; 0 in steps where one is unknown."""
+    total = (loads * factor).sum(axis=1, keepdims=True)
+    return np.where(total > 0.0, loads * _ratio(compute.sum(axis=1, keepdims=True), total), 0.0)
+
+
+def _without_jitter(times: Array) -> Array:
+    """Return what is steady of each rank's times, and in single steps what is far beyond their usual spread."""
+    means = _sums(times) / _sums(np.ones_like(times))
+    steady = _by_step(_levels(means - means[:, [_median_rank(means)]], LEAST_NS), len(times))
+    rest = times - steady
+    rest -= np.median(rest, axis=0)
+    spread = 1.4826 * _of_median_rank(np.median(np.abs(rest), axis=0))  # as a standard deviation
+    return steady + np.where(np.abs(rest) > _beyond(len(rest)) * spread, rest, 0.0)
+
+
+def _levels(values: Array, least: float) -> Array:
+    """Return (groups, ranks) the steady part of values that would be 0 but for it; 0 where it can be noise."""
+    if len(values) < LEAST_GROUPS:
+        return np.zeros_like(values)
+    # From one group to the next, so that changes of the level are not in it.
+    noise = np.median(np.abs(np.diff(values, axis=0)), axis=0) / (0.6745 * math.sqrt(2.0))
+    noise = np.maximum(noise, np.median(noise))
+    return np.stack([_level(values[:, rank], noise[rank], least) for rank in range(len(noise))], axis=1)
+
+
+def _level(values: Array, noise: float, least: float) -> Array:
+    """Return (groups,) the level of one rank, which may change."""
+
+    def error(groups: int) -> float:
+        return _beyond(groups) * noise / math.sqrt(groups)
+
+    count = len(values)
+    best, split = 1.0, 0
+    for place in range(LEAST_OF_LEVEL, count - LEAST_OF_LEVEL + 1):
+        change = abs(float(_mean(values[:place]) - _mean(values[place:])))
+        limit = max(math.hypot(error(place), error(count - place)), least)
+        if change > best * limit:
+            best, split = change / limit, place
+    if split:
+        return np.concatenate([_level(part, noise, least) for part in (values[:split], values[split:])])
+    mean = float(_mean(values))
+    return np.full(count, mean if abs(mean) > max(error(count), least) else 0.0)
+
+
+def _beyond(values: int) -> float:
+    """Return how many standard deviations noise hardly ever exceeds, where they are known from so many values."""
+    return 4.0 * (1.0 + 4.0 / max(values, 1))
+
+
+def _sums(values: Array) -> Array:
+    """Return the sums over groups of consecutive steps."""
+    starts = np.arange(0, len(values), _group_size(len(values)))
+    return np.add.reduceat(values, starts, axis=0) if len(values) else values
+
+
+def _by_step(values: Array, steps: int) -> Array:
+    return np.repeat(values, _group_size(steps), axis=0)[:steps]
+
+
+def _group_size(steps: int) -> int:
+    return max(1, -(-steps // GROUPS))
+
+
+def _mean(values: Array) -> Array:
+    """Return the mean over groups, of three or more without the largest and the smallest."""
+    kept = np.sort(values, axis=0)[1:-1] if len(values) >= 3 else values
+    return np.asarray(kept.mean(axis=0) if len(kept) else np.ones(values.shape[1:]))
+
+
+def _median_rank(values: Array) -> int:
+    """Return the rank with the median of (groups, ranks) values; of an even number the lower one.
+
+    So that of two ranks the slower one is slow, not the other one fast.
+    """
+    means = _mean(values)
+    return int(np.argsort(means, kind="stable")[(means.size - 1) // 2])
+
+
+def _of_median_rank(values: Array) -> Array:
+    """Return the median over ranks, of an even number the lower one."""
+    middle = (values.shape[-1] - 1) // 2
+    return np.sort(values, axis=-1)[..., middle : middle + 1]
+
+
+def _ratio(a: Array, b: Array) -> Array:
+    """Return a ÷ b, 1 where b is not positive."""
+    return np.divide(a, b, out=np.ones(np.broadcast_shapes(a.shape, b.shape)), where=b > 0.0)
