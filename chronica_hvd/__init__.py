@@ -32,6 +32,7 @@ if importlib.util.find_spec("chronica_hvd._core") is None:
 from chronica_hvd.cost import CostModel
 from chronica_hvd.planner import plan
 from chronica_hvd.plans import Plan
+from chronica_hvd.sizes import measure_sizes
 from chronica_hvd.timer import StepTimer
 from chronica_hvd.world import World
 
@@ -55,6 +56,7 @@ __all__ = [
     "World",
     "average",
     "flops",
+    "measure_sizes",
     "plan",
     "verify",
 ]
