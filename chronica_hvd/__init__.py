@@ -34,6 +34,7 @@ from chronica_hvd.measured import Measured
 from chronica_hvd.planner import plan
 from chronica_hvd.plans import Plan
 from chronica_hvd.report import EpochReport
+from chronica_hvd.sizes import measure_sizes
 from chronica_hvd.timer import StepTimer
 from chronica_hvd.world import World
 
@@ -60,6 +61,7 @@ __all__ = [
     "World",
     "average",
     "flops",
+    "measure_sizes",
     "plan",
     "verify",
 ]
