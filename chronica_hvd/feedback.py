@@ -85,7 +85,7 @@ class Feedback:
 
     def planner(self, planner: Planner) -> Planner:
         """Return who plans from now on: this ``planner``, unless what was measured has changed the cost."""
-        model = self._model
+        model = self._model(planner)
         if model is None or model is planner.workload.cost:
             return planner
         try:
@@ -108,7 +108,8 @@ class Feedback:
         end = last.ticket.step + 1 if last.ticket.is_last else closing[0].ticket.step
         self._window = range(self._window.stop, max(self._window.stop, end))
         with self._course.holding():
-            yield self._telemetry.row(self._window, last.micro_batches, self._course.granted, self._model)
+            model = self._model(self._course.planner)
+            yield self._telemetry.row(self._window, last.micro_batches, self._course.granted, model)
 
     def follow(self, rows: NDArray[np.float64], closing: list[OpenStep]) -> None:
         """Take in what all ranks have told, (ranks, telemetry.ROW), while :meth:`telling`."""
@@ -137,12 +138,12 @@ class Feedback:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    @property
-    def _model(self) -> CostModel | None:
-        """The cost to plan with from now on, the same on every rank; ``None``: as given."""
+    def _model(self, planner: Planner) -> CostModel | None:
+        """Return the cost to plan with from now on, the same on every rank; ``None``: as given."""
         if self._measured is None:
             return None
-        return self._measured.model(self._default, self._places, self._world.size)
+        speeds = planner.workload.speeds
+        return self._measured.model(self._default, self._places, len(speeds), speeds)
 
     def _make_report(self, epoch: int) -> EpochReport:
         assert self._course is not None
