@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from chronica_hvd import cells, checks
+from chronica_hvd import allreduce, cells, checks
 from chronica_hvd.cost import CostModel, FittedCost
 from chronica_hvd.fit import Row, fitted_cost, refit
 
@@ -49,7 +48,6 @@ class Measured:
         self._scales: dict[Place, float] = {}
         self._memory = cells.NONE
         self._comm = 0.0  # as planned with
-        self._older_unit = 0.0  # nanoseconds per unit of the model before, which may have planned what is measured
         self._places: tuple[Place, ...] = ()
         self._speeds: tuple[float, ...] = ()
         self._model: CostModel | None = None  # for these places
@@ -112,7 +110,7 @@ class Measured:
         waits
             Nanoseconds that the rank which waited least did wait for the allreduce, in each step; NaN: unknown.
         tails
-            The smallest of the ranks' last backward passes in each of these steps, as planned; 0: unknown.
+            Nanoseconds of the last backward pass, which the allreduce overlaps with, in each of these steps as planned.
         """
         speeds = self._speeds if len(self._speeds) == len(places) else None
         before = self.model(self._default, places, len(places), speeds)
@@ -123,13 +121,11 @@ class Measured:
             return before
         self._memory = outcome.memory
         step_time = max(row.step_time for row in unpacked if row is not None)
-        comm = self._allreduce(waits, tails, outcome.unit_before, step_time)
-        # As it was planned with, in nanoseconds of now.
-        used = self._comm * outcome.unit_before if self._fitted else 0.0
+        used = self._comm
+        comm = allreduce.duration(waits, tails, used)
         is_other_comm = abs(comm - used) > max(LEAST_WAIT * step_time, LEAST_COMM_CHANGE * max(comm, used))
         if not (outcome.is_new or outcome.scales != scales or is_other_comm):
             return before
-        self._older_unit = outcome.unit_before
         self._comm = comm if is_other_comm else used
         self._take(fitted_cost(outcome, comm=self._comm), scales, outcome.scales)
         self._model = self._with_scales()
@@ -160,35 +156,6 @@ class Measured:
         scale = [one * speed for one, speed in zip(self._scales_now(), self._speeds, strict=True)]
         return dataclasses.replace(self._fitted, rank_scale=None if all(one == 1.0 for one in scale) else scale)
 
-    def _allreduce(self, waits: Sequence[float], tails: Sequence[float], unit: float, step_time: float) -> float:
-        """Return the duration of the allreduce in nanoseconds.
-
-        Horovod sends nothing before the last backward pass, so of a duration C only C − d is seen where that pass takes
-        d. Where nothing is seen, C is at most d: what was known before is not forgotten, or plans would turn to and
-        fro.
-        """
-        pairs = [
-            (wait, tail)
-            for wait, tail in zip(map(float, waits), map(float, tails), strict=True)
-            if math.isfinite(wait) and math.isfinite(tail) and wait >= 0.0 and tail >= 0.0
-        ]
-        known = self._comm * unit if self._fitted else 0.0
-        if not pairs:
-            return known
-        unit = self._unit_of(_median([tail for _, tail in pairs]), unit, step_time)
-        wait = _median([wait for wait, _ in pairs])
-        seen = _median([wait + tail * unit for wait, tail in pairs])
-        if wait > LEAST_WAIT * step_time:
-            return seen
-        return min(known, seen) if known > 0.0 else wait
-
-    def _unit_of(self, tail: float, unit: float, step_time: float) -> float:
-        """Return nanoseconds per unit of the model that planned the tails: the one before, where that is plausible."""
-        plausible = 100.0
-        if self._older_unit > 0.0 and not 1.0 / plausible < tail * unit / step_time < plausible:
-            return self._older_unit
-        return unit
-
     def state(self) -> dict[str, Any]:
         """Return what has been learnt, made of dicts, lists, numbers and strings only."""
         fitted = self._fitted
@@ -196,7 +163,6 @@ class Measured:
             "fitted": None if fitted is None else {name: getattr(fitted, name) for name in _FITTED},
             "scales": [[host, local, scale] for (host, local), scale in self._scales.items()],
             "memory": self._memory.tolist(),
-            "older_unit": self._older_unit,
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -211,14 +177,13 @@ class Measured:
             raise TypeError(
                 f"the state of a measured cost must be a dict, not {state!r} of type {type(state).__name__}"
             )
-        keys = {"fitted", "scales", "memory", "older_unit"}
+        keys = {"fitted", "scales", "memory"}
         if set(state) != keys:
             raise ValueError(f"the state of a measured cost must have the keys {sorted(keys)}, not {list(state)}")
         fitted = _loaded_fit(state["fitted"])
         scales = _loaded_scales(state["scales"])
         memory = _loaded_memory(state["memory"])
-        older_unit = checks.real("older_unit of the state", state["older_unit"], least=0.0)
-        self._fitted, self._scales, self._memory, self._older_unit = fitted, scales, memory, older_unit
+        self._fitted, self._scales, self._memory = fitted, scales, memory
         self._comm = 0.0 if fitted is None else fitted.comm
         self._model = None
 
@@ -254,8 +219,3 @@ def _loaded_memory(value: Any) -> cells.Cells:
     if not (np.isfinite(memory).all() and memory.min(initial=0.0) >= 0.0):
         raise ValueError("memory of the state must hold finite numbers that are not negative")
     return memory
-
-
-def _median(values: list[float]) -> float:
-    ascending = sorted(values)
-    return (ascending[(len(ascending) - 1) // 2] + ascending[len(ascending) // 2]) / 2.0

@@ -278,9 +278,9 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
         """Go on where a state was taken, at any number of ranks, speeds and batch size.
 
         With the same ranks, speeds and batch size the plan of the epoch goes on, bit for bit if the options and the
-        cost are the same too (what was measured is in the state, and goes on to be followed). Else what is left of the epoch is planned anew: each sample counts once in the epoch.
-        Every iteration begins there until :meth:`set_epoch` chooses another epoch. Nothing is communicated: load the
-        same state on every rank.
+        cost are the same too. Else what is left of the epoch is planned anew: each sample counts once in the epoch.
+        What was measured goes on to be followed. Every iteration begins there until :meth:`set_epoch` chooses another
+        epoch. Nothing is communicated: load the same state on every rank.
 
         Raises
         ------

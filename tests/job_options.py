@@ -54,6 +54,8 @@ def plan_options(
         "policy": choices.of(["balanced"] * 4 + ["plain", "static", "dynamic", "guided"]),
         "first": choices.of([None, None, "largest"]),
     }
+    # Where samples move, a step's are known from the plan only; elsewhere plans may follow what is measured.
+    options["refresh"] = "epoch" if options["reorder"] == "batch" and options["first"] is None else None
     needs_normalize = options["reorder"] == "window" and loss_weight != "samples"
     options["normalize"] = choices.of(["step", "epoch"] + ([] if needs_normalize else [None] * 3))
     options["cost"] = _cost(choices, ranks, sizes, options["padding"] == "none")
