@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import math
@@ -159,6 +160,8 @@ class _Measurement:
                 path = Path(os.path.realpath(Path(cache).expanduser()))
             except (ValueError, RuntimeError) as error:
                 raise ValueError(f"cache must be the name of a file, not {cache!r}: {error}") from None
+            if path.is_dir():
+                raise ValueError(f"cache must be the name of a file, not of a folder, {cache!r}")
             # Rank 0's key serves all: a function may well hold something of its rank, as a device.
             self._cache = SizesCache(path, f"{keys[0]:0{KEY_DIGITS}x}", self._ranks.notes)
             return 0, 0
@@ -298,8 +301,9 @@ class _Bar:
             print(f"measure_sizes: {measured:,} of {samples:,} samples", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        if self._bar is not None and self.is_shown:
-            self._bar.close()
+        if self._bar is not None:
+            with contextlib.suppress(Exception):
+                self._bar.close()
 
 
 def _length(dataset: Any) -> int:
