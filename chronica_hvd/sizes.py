@@ -61,7 +61,7 @@ def measure_sizes(
 
     Not noticed is, where those 32 samples miss it, a change of a few samples, of other objects such as a tokenizer, of
     other modules, and of what a data set holds. Say such in ``key`` (a version, a date, a name), or remove the file.
-    Another release of Python makes other code, so it measures anew.
+    Another release of Python, or of a data set's library, has other code, so it measures anew.
 
     Parameters
     ----------

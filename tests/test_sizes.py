@@ -506,6 +506,18 @@ def test_anything_that_can_be_called_has_a_key() -> None:
         assert cache_key([], function, 3, "\udcff") == cache_key([], function, 3, "\udcff")
 
 
+def test_functions_of_a_large_module_that_call_one_another() -> None:
+    def key(last: int) -> str:
+        namespace: dict[str, Any] = {"__name__": "large"}
+        for number in range(3000):
+            exec(f"def f{number}(word): return f{number + 1}(word)", namespace)
+        exec(f"def f3000(word): return len(word) + {last}", namespace)
+        return cache_key([], namespace["f0"], 3, "")
+
+    assert key(1) == key(1)
+    assert key(1) != key(2)
+
+
 def test_another_process_finds_the_same_key() -> None:
     program = """
 import chronica_hvd.sizes_key, torch, functools, sys
