@@ -69,7 +69,7 @@ class Agreement:
 
     def _error(self, failed: list[int], kind: type[Exception], error: Exception | None) -> Exception:
         """Return the error of the first rank that has one, for every rank to raise."""
-        text = ("" if error is None else str(error)).encode()[:LONGEST_TEXT]
+        text = ("" if error is None else str(error)).encode(errors="replace")[:LONGEST_TEXT]
         texts = self._gather("errors", np.frombuffer(text.ljust(LONGEST_TEXT, b"\0"), np.uint8)[None])
         first = texts[failed[0]].tobytes().rstrip(b"\0").decode(errors="replace")
         others = f"; ranks {', '.join(map(str, failed[1:]))} failed as well" if failed[1:] else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import math
@@ -60,7 +61,7 @@ def measure_sizes(
 
     Not noticed is, where those 32 samples miss it, a change of a few samples, of other objects such as a tokenizer, of
     other modules, and of what a data set holds. Say such in ``key`` (a version, a date, a name), or remove the file.
-    Another release of Python makes other code, so it measures anew.
+    Another release of Python, or of a data set's library, has other code, so it measures anew.
 
     Parameters
     ----------
@@ -159,6 +160,8 @@ class _Measurement:
                 path = Path(os.path.realpath(Path(cache).expanduser()))
             except (ValueError, RuntimeError) as error:
                 raise ValueError(f"cache must be the name of a file, not {cache!r}: {error}") from None
+            if path.is_dir():
+                raise ValueError(f"cache must be the name of a file, not of a folder, {cache!r}")
             # Rank 0's key serves all: a function may well hold something of its rank, as a device.
             self._cache = SizesCache(path, f"{keys[0]:0{KEY_DIGITS}x}", self._ranks.notes)
             return 0, 0
@@ -298,8 +301,9 @@ class _Bar:
             print(f"measure_sizes: {measured:,} of {samples:,} samples", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        if self._bar is not None and self.is_shown:
-            self._bar.close()
+        if self._bar is not None:
+            with contextlib.suppress(Exception):
+                self._bar.close()
 
 
 def _length(dataset: Any) -> int:

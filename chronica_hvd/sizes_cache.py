@@ -30,7 +30,7 @@ class SizesCache:
     Raises
     ------
     ValueError
-        ``path`` is a folder, or a file of something else, which must not be overwritten.
+        ``path`` is a file of something else, which must not be overwritten.
     """
 
     def __init__(self, path: Path, key: str, notes: list[str]) -> None:
@@ -39,8 +39,6 @@ class SizesCache:
         self._part = self._beside("part")
         self._parts = {self._part}  # with those that were read
         self._has_failed = False
-        if path.is_dir():
-            raise ValueError(f"cache must be the name of a file, not of a folder: {str(path)!r}")
         if self._is_of_others():
             raise ValueError(
                 f"cache must be a file that measure_sizes made, or none yet; {str(path)!r} holds something else, and "
@@ -99,7 +97,7 @@ class SizesCache:
         """Return the records of a file, none if it is not there, damaged, or of another key."""
         try:
             content = path.read_bytes()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return np.empty((0, 2))
         except OSError as error:
             self.notes.append(f"sizes cannot be read from {str(path)!r} ({error})")
@@ -116,6 +114,7 @@ class SizesCache:
                 )
         else:
             self.notes.append(f"{str(path)!r} is damaged; the sizes in it are measured anew")
+            self._remove({path})  # for its first line may look right
         return np.empty((0, 2))
 
     def _write(self, path: Path, records: NDArray[np.float64]) -> None:

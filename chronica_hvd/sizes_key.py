@@ -18,32 +18,38 @@ _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), type(...))
 
 def cache_key(dataset: Any, size_fn: Any, samples: int, key: str) -> str:
     """Return what tells data sets and functions apart, as hexadecimal digits; see :func:`measure_sizes`."""
-    described = [samples, key, *_of_data(dataset), list(_of_value(size_fn, {}))]
+    seen: dict[int, Any] = {}
+    described = [samples, key, *_of_data(dataset, seen), list(_of_value(size_fn, seen))]
+    done = 0
+    while done < len(seen):  # functions name further ones; by turns, for they may be many
+        values = list(seen.values())[done:]
+        done += len(values)
+        described += [list(_of_function(value, seen)) for value in values if isinstance(value, types.FunctionType)]
     return digest(repr(described).encode("utf-8", "surrogatepass"))
 
 
-def _of_data(dataset: Any) -> Iterator[Any]:
+def _of_data(dataset: Any, seen: dict[int, Any]) -> Iterator[Any]:
     """Yield the type, what its ``__getitem__`` runs, and which samples a ``Subset`` has of what."""
     yield _name(type(dataset))
-    yield list(_of_value(getattr(type(dataset), "__getitem__", None), {}))
+    yield list(_of_value(getattr(type(dataset), "__getitem__", None), seen))
     torch_data = sys.modules.get("torch.utils.data")
     if torch_data is not None and isinstance(dataset, torch_data.Subset):
         chosen = np.fromiter(dataset.indices, dtype=np.int64, count=len(dataset.indices))
         yield digest(chosen.tobytes())
-        yield from _of_data(dataset.dataset)
+        yield from _of_data(dataset.dataset, seen)
 
 
 def _of_value(value: Any, seen: dict[int, Any]) -> Iterator[Any]:
-    """Yield of a constant its value, of a function what it runs, of anything else its type."""
+    """Yield of a constant its value, of anything else its type and what it consists of; note functions in ``seen``."""
     if isinstance(value, _CONSTANTS):
         yield repr(value)
         return
-    if id(value) in seen:
-        return
+    is_new = id(value) not in seen
     seen[id(value)] = value  # itself too, or another object could have its number
-    if isinstance(value, types.FunctionType):
-        yield from _of_function(value, seen)
-    elif isinstance(value, types.MethodType):
+    yield _name(type(value))
+    if not is_new or isinstance(value, types.FunctionType):
+        return
+    if isinstance(value, types.MethodType):
         yield list(_of_value(value.__func__, seen))
         yield list(_of_value(value.__self__, seen))
     elif isinstance(value, functools.partial):
@@ -54,7 +60,6 @@ def _of_value(value: Any, seen: dict[int, Any]) -> Iterator[Any]:
     elif isinstance(value, type | types.ModuleType | types.BuiltinFunctionType):
         yield _name(value)
     else:
-        yield _name(type(value))
         held = getattr(value, "__dict__", {})
         yield sorted((name, repr(part)) for name, part in held.items() if isinstance(part, _CONSTANTS))
         for function in (held.get("__wrapped__"), inspect.getattr_static(type(value), "__call__", None)):

@@ -340,6 +340,13 @@ def of_estimate() -> Case:
     return Case(chronica.flops.estimate, good, lambda: str([(one.tolist(), one.grad) for one in model.parameters()]))
 
 
+def has_samples(value: Any) -> bool:
+    """Whether it is a data set of any length."""
+    return isinstance(value, list | tuple | dict | range) or (
+        isinstance(value, np.ndarray | torch.Tensor) and not np.ma.isMaskedArray(value) and value.ndim > 0
+    )
+
+
 def is_of_five(value: Any) -> bool:
     """Whether it is a data set of five samples."""
     has_length = isinstance(value, str | range) or (isinstance(value, np.ndarray | torch.Tensor) and value.ndim > 0)
@@ -562,6 +569,18 @@ CALLABLES: dict[str, Entry] = {
         of_start,
         dict.fromkeys(("step", "samples", "size", "size2", "flops"), TIMER_INTEGER),
         chronica.StepTimer.start,
+    ),
+    "measure_sizes": Entry(
+        lambda: Case(chronica.measure_sizes, {"dataset": ["a", "bb"], "size_fn": len, "progress": False}),
+        {
+            "dataset": objects(without=has_samples),
+            "size_fn": function(),
+            "cache": objects("", ".", "a\0b", b"sizes", without=lambda value: isinstance(value, str), allows_none=True),
+            "key": objects(b"key", without=lambda value: isinstance(value, str)),
+            "process_set": PROCESS_SET,
+            "progress": FLAG,
+        },
+        chronica.measure_sizes,
     ),
     "World": Entry(
         lambda: Case(chronica.World, {"rank": 0, "size": 1}),
