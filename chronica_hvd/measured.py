@@ -124,13 +124,13 @@ class Measured:
         self._memory = outcome.memory
         step_time = max(row.step_time for row in unpacked if row is not None)
         comm = self._allreduce(waits, tails, outcome.unit_before, step_time)
-        # As it was planned with, in nanoseconds of now.
+        # As it was planned with: where all compute has become slower, so would the allreduce have, for the plan.
         used = self._comm * outcome.unit_before if self._fitted else 0.0
         is_other_comm = abs(comm - used) > max(LEAST_WAIT * step_time, LEAST_COMM_CHANGE * max(comm, used))
         if not (outcome.is_new or outcome.scales != scales or is_other_comm):
             return before
         self._older_unit = outcome.unit_before
-        self._comm = comm if is_other_comm else used
+        self._comm = comm
         self._take(fitted_cost(outcome, comm=self._comm), scales, outcome.scales)
         self._model = self._with_scales()
         return self._model
@@ -172,15 +172,14 @@ class Measured:
             for wait, tail in zip(map(float, waits), map(float, tails), strict=True)
             if math.isfinite(wait) and math.isfinite(tail) and wait >= 0.0 and tail >= 0.0
         ]
-        known = self._comm * unit if self._fitted else 0.0
         if not pairs:
-            return known
+            return self._comm
         unit = self._unit_of(_median([tail for _, tail in pairs]), unit, step_time)
         wait = _median([wait for wait, _ in pairs])
         seen = _median([wait + tail * unit for wait, tail in pairs])
         if wait > LEAST_WAIT * step_time:
             return seen
-        return min(known, seen) if known > 0.0 else wait
+        return min(self._comm, seen) if self._comm > 0.0 else wait
 
     def _unit_of(self, tail: float, unit: float, step_time: float) -> float:
         """Return nanoseconds per unit of the model that planned the tails: the one before, where that is plausible."""
