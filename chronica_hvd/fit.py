@@ -21,8 +21,8 @@ __all__ = ["ROW", "Outcome", "Row", "fit_records", "fitted_cost", "refit", "summ
 
 #: A change of less than this, of a rank's speed or of what micro-batches take, leaves the plan alone.
 LEAST_CHANGE = 0.02
-#: So many standard errors a change must exceed.
-CERTAINTY = 3.0
+#: So many standard errors a change must exceed: of a rank's speed (there are many ranks), and of the shape.
+CERTAINTY_OF_SPEED, CERTAINTY = 3.0, 2.0
 #: Cells that stand for everything measured before, and what of their weight is left after each refresh.
 MEMORY_CELLS, MEMORY_KEPT = 64, 0.75
 #: No rank is taken to be more times slower or faster than this than the median rank.
@@ -100,18 +100,28 @@ def refit(
     halves = [[cells.NONE if row is None else row.halves[half] for row in rows] for half in (0, 1)]
 
     def fits(remembered: Cells, with_floor: bool) -> Fits:
-        """Fit to the one half, to the other and to all, with what is remembered."""
+        """Fit to the one half, to the other and to all, with what is remembered.
+
+        The ranks' scales are as before, unless the fit says that one has changed: who holds the long samples may be
+        the same rank in every step, and must not be mistaken for a slow one.
+        """
         factors = [*begin, *levels(current, [remembered])]
-        first, second, whole = (
-            fit_shape([*own, remembered], current, factors, free=True, with_floor=with_floor)
-            for own in (*halves, of_ranks)
-        )
+        free = {len(rows)}
+        for _ in range(4):
+            whole = fit_shape([*of_ranks, remembered], current, factors, free, with_floor=with_floor)
+            steady = _steady(whole, of_ranks, scales, rows)
+            changed = {len(rows), *(rank for rank in range(len(rows)) if steady[rank] != scales[rank])}
+            if changed == free:
+                break
+            free = changed
+        first, second = (fit_shape([*own, remembered], current, factors, free, with_floor=with_floor) for own in halves)
         return first, second, whole
 
     best: Fits = (current, current, current)
     kept = memory
     fitted = fits(memory, with_floor=False)
-    with_floor = False
+    if certainty > 0.0 and _steady(current, of_ranks, scales, rows) != list(scales):
+        certainty = 1.0  # the plan changes anyway
     if certainty == 0.0 or difference(fitted[2], current, everything) > LEAST_CHANGE:
         if _is_better((start, start, start), best, halves, certainty):
             best = (start, start, start)
@@ -123,14 +133,10 @@ def refit(
                 best, kept = afresh, cells.NONE
         floored = fits(kept, with_floor=True)
         if floored[2].floor > 0.0 and _is_better(floored, best, halves, max(certainty, 1.0)):
-            best, with_floor = floored, True
+            best = floored
     shape = best[2]
     is_new = shape is not current
     steady = _steady(shape, of_ranks, scales, rows)
-    if is_new and shape is not start:
-        # Once more with the speeds as they are taken to be, which tells more than each rank by itself.
-        factors = [*(scale * _unit(shape, of_ranks, steady) for scale in steady), *levels(shape, [kept])]
-        shape = fit_shape([*of_ranks, kept], current, factors, free=False, with_floor=with_floor)
     remembered = _remembered(shape, of_ranks, kept)
     return Outcome(
         shape,
@@ -162,7 +168,7 @@ def _steady(
         if row is None or relative[rank] <= 0.0:
             continue
         change = relative[rank] / unit
-        if abs(change - 1.0) > max(LEAST_CHANGE, CERTAINTY * math.sqrt(row.error * row.error + error * error)):
+        if abs(change - 1.0) > max(LEAST_CHANGE, CERTAINTY_OF_SPEED * math.sqrt(row.error * row.error + error * error)):
             steady[rank] = scales[rank] * change
     middle = sorted(steady)[(len(steady) - 1) // 2]
     return [min(max(scale, middle / LARGEST_SCALE), middle * LARGEST_SCALE) for scale in steady]
