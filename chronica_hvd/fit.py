@@ -25,8 +25,10 @@ LEAST_CHANGE = 0.02
 CERTAINTY_OF_SPEED, CERTAINTY = 3.0, 2.0
 #: Cells that stand for everything measured before, and what of their weight is left after each refresh.
 MEMORY_CELLS, MEMORY_KEPT = 64, 0.75
+#: Ranks whose speed has not changed are pooled in so many; which ones have is found by turns, at most so many.
+POOLED_CELLS, MOST_TURNS = 128, 4
 #: No rank is taken to be more times slower or faster than this than the median rank.
-LARGEST_SCALE = 1000.0
+LARGEST_SCALE = 16.0
 
 
 class Outcome(NamedTuple):
@@ -99,41 +101,58 @@ def refit(
     begin = [scale * _unit(current, of_ranks, scales) for scale in scales]
     halves = [[cells.NONE if row is None else row.halves[half] for row in rows] for half in (0, 1)]
 
-    def fits(remembered: Cells, with_floor: bool) -> Fits:
-        """Fit to the one half, to the other and to all, with what is remembered.
+    def fit_to(own: Sequence[Cells], remembered: Cells, changed: set[int], with_floor: bool) -> CostModel:
+        """Fit to ranks of which some have changed; the others are as if one."""
+        level = levels(current, [remembered])[0]
+        others = [at_level(group, 1.0 / begin[rank]) for rank, group in enumerate(own) if rank not in changed]
+        groups = [cells.merge(np.vstack([cells.NONE, *others]), POOLED_CELLS), *(own[rank] for rank in sorted(changed))]
+        factors = [1.0, *(begin[rank] for rank in sorted(changed)), level]
+        free = range(1, len(factors))
+        return fit_shape([*groups, remembered], current, factors, free, with_floor=with_floor)
 
-        The ranks' scales are as before, unless the fit says that one has changed: who holds the long samples may be
-        the same rank in every step, and must not be mistaken for a slow one.
+    def whole(remembered: Cells, with_floor: bool) -> tuple[CostModel, set[int]]:
+        """Return the fit to all, and the ranks that have changed by it.
+
+        Scales are as before unless the fit says otherwise: the rank that holds the long samples may always be the same
+        one, and must not be mistaken for a slow one.
         """
-        factors = [*begin, *levels(current, [remembered])]
-        free = {len(rows)}
-        for _ in range(4):
-            whole = fit_shape([*of_ranks, remembered], current, factors, free, with_floor=with_floor)
-            steady = _steady(whole, of_ranks, scales, rows)
-            changed = {len(rows), *(rank for rank in range(len(rows)) if steady[rank] != scales[rank])}
-            if changed == free:
+        changed: set[int] = set()
+        for _ in range(MOST_TURNS):
+            model = fit_to(of_ranks, remembered, changed, with_floor)
+            steady = _steady(model, of_ranks, scales, rows)
+            now = {rank for rank in range(len(rows)) if steady[rank] != scales[rank]}
+            if now == changed:
                 break
-            free = changed
-        first, second = (fit_shape([*own, remembered], current, factors, free, with_floor=with_floor) for own in halves)
-        return first, second, whole
+            changed = now
+        return model, changed
+
+    def folds(model: CostModel, changed: set[int], remembered: Cells) -> Fits:
+        first, second = (fit_to(own, remembered, changed, model.floor > 0.0) for own in halves)
+        return first, second, model
 
     best: Fits = (current, current, current)
     kept = memory
-    fitted = fits(memory, with_floor=False)
     if certainty > 0.0 and _steady(current, of_ranks, scales, rows) != list(scales):
-        certainty = 1.0  # the plan changes anyway
-    if certainty == 0.0 or difference(fitted[2], current, everything) > LEAST_CHANGE:
-        if _is_better((start, start, start), best, halves, certainty):
-            best = (start, start, start)
-        if _is_better(fitted, best, halves, certainty):
-            best = fitted
+        certainty = min(certainty, 1.0)  # the plan changes anyway
+    additive, floored = whole(memory, with_floor=False), whole(memory, with_floor=True)
+    has_floor = floored[0].floor > 0.0
+    differs = [
+        certainty == 0.0 or difference(model, current, everything) > LEAST_CHANGE for model, _ in (additive, floored)
+    ]
+    if differs[1] if has_floor and current.floor > 0.0 else any(differs):
+        contenders: list[Fits] = [(start, start, start), folds(*additive, memory)]
+        for contender in contenders:
+            if _is_better(contender, best, halves, certainty):
+                best = contender
         if len(memory):
-            afresh = fits(cells.NONE, with_floor=False)
+            afresh = folds(*whole(cells.NONE, with_floor=False), cells.NONE)
             if _is_better(afresh, best, halves, certainty):
                 best, kept = afresh, cells.NONE
-        floored = fits(kept, with_floor=True)
-        if floored[2].floor > 0.0 and _is_better(floored, best, halves, max(certainty, 1.0)):
-            best = floored
+                floored = whole(cells.NONE, with_floor=True)
+        if floored[0].floor > 0.0:
+            contender = folds(*floored, kept)
+            if _is_better(contender, best, halves, max(certainty, 1.0)):
+                best = contender
     shape = best[2]
     is_new = shape is not current
     steady = _steady(shape, of_ranks, scales, rows)
@@ -152,8 +171,8 @@ def refit(
 
 def _unit(model: CostModel, of_ranks: Sequence[Cells], scales: Sequence[float]) -> float:
     """Return nanoseconds per unit of the model on a rank of scale 1: the lower median, which is one rank's."""
-    ratios = [level / scale for level, scale in zip(levels(model, of_ranks), scales, strict=True) if level > 0.0]
-    return sorted(ratios)[(len(ratios) - 1) // 2]
+    ratios = sorted(level / scale for level, scale in zip(levels(model, of_ranks), scales, strict=True) if level > 0.0)
+    return ratios[(len(ratios) - 1) // 2] if ratios else 1.0
 
 
 def _steady(
@@ -162,7 +181,7 @@ def _steady(
     """Return the ranks' scales, those changed that are off by more than the noise."""
     relative = [level / scale for level, scale in zip(levels(model, of_ranks), scales, strict=True)]
     unit = _unit(model, of_ranks, scales)
-    error = next(row.error for row, one in zip(rows, relative, strict=True) if row is not None and one == unit)
+    error = max((row.error for row, one in zip(rows, relative, strict=True) if row and one == unit), default=0.0)
     steady = list(scales)
     for rank, row in enumerate(rows):
         if row is None or relative[rank] <= 0.0:

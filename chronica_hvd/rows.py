@@ -20,6 +20,8 @@ ROW = _HEAD + 2 * CELLS * cells.COLUMNS + SINGLES * _SINGLE
 
 #: Groups of consecutive records that a rank's speed is found from.
 GROUPS = 8
+#: No number of a row is as large: int64's squares, nor NaN.
+LARGEST = 1e40
 #: So many deviations from the rest a record is an outlier.
 OUTLIER = 4.0
 #: Errors are relative to what is predicted; of less than this share of the mean, to that.
@@ -53,7 +55,7 @@ class Row(NamedTuple):
     def unpack(cls, row: NDArray[np.float64]) -> Row | None:
         """Return what a row says; ``None`` where nothing was measured, or it is no row of ours."""
         values = np.asarray(row, dtype=np.float64)
-        if values.shape != (ROW,) or not (np.isfinite(values).all() and values.min() >= 0.0 and values[0] > 0.0):
+        if values.shape != (ROW,) or not (values.min() >= 0.0 and values.max() < LARGEST and values[0] > 0.0):
             return None
         middle = _HEAD + CELLS * cells.COLUMNS
         end = middle + CELLS * cells.COLUMNS
@@ -143,7 +145,7 @@ def _level(ratio: NDArray[np.float64]) -> tuple[float, float]:
     groups = np.array_split(ratio, min(GROUPS, ratio.size))
     means = np.array([float(group.mean()) for group in groups])
     middle = float(np.median(means))
-    within = float(np.median([group.std() / np.sqrt(group.size) for group in groups]))
+    within = float(np.median([group.std(ddof=1) / np.sqrt(group.size) if group.size > 1 else 0.0 for group in groups]))
     between = 1.4826 * float(np.median(np.abs(means - middle)))
     most = 2.0 * max(within, between, 0.005 * middle)
     means = means.clip(middle - most, middle + most)
