@@ -39,7 +39,7 @@ class Outcome(NamedTuple):
     shape
         Without the ranks' scales.
     unit, unit_before
-        Nanoseconds per unit of ``shape``, and of the model before, on a rank of scale 1.
+        Nanoseconds per unit of ``shape``, and of the model before, on a rank of scale 1, pauses aside.
     scales
         (ranks,) how many times longer than predicted each rank takes; the same floats as before where within the noise.
     is_new
@@ -157,22 +157,30 @@ def refit(
     is_new = shape is not current
     steady = _steady(shape, of_ranks, scales, rows)
     remembered = _remembered(shape, of_ranks, kept)
+    pauses = _lower_median([row.pauses for row in rows if row is not None])
+    typical = [
+        level / (row.pauses if row else 1.0) for level, row in zip(levels(best[0], halves[0]), rows, strict=True)
+    ]
     return Outcome(
         shape,
-        _unit(shape, of_ranks, steady),
-        _unit(current, of_ranks, scales),
+        _unit(shape, of_ranks, steady) / pauses,
+        _unit(current, of_ranks, scales) / pauses,
         steady,
         is_new,
         remembered,
         round(math.fsum(remembered[:, 0].tolist())),
-        median_error(best[0], rows, levels(best[0], halves[0])),
+        median_error(best[0], rows, typical),
     )
 
 
 def _unit(model: CostModel, of_ranks: Sequence[Cells], scales: Sequence[float]) -> float:
     """Return nanoseconds per unit of the model on a rank of scale 1: the lower median, which is one rank's."""
-    ratios = sorted(level / scale for level, scale in zip(levels(model, of_ranks), scales, strict=True) if level > 0.0)
-    return ratios[(len(ratios) - 1) // 2] if ratios else 1.0
+    ratios = [level / scale for level, scale in zip(levels(model, of_ranks), scales, strict=True) if level > 0.0]
+    return _lower_median(ratios) if ratios else 1.0
+
+
+def _lower_median(values: list[float]) -> float:
+    return sorted(values)[(len(values) - 1) // 2]
 
 
 def _steady(
@@ -189,7 +197,7 @@ def _steady(
         change = relative[rank] / unit
         if abs(change - 1.0) > max(LEAST_CHANGE, CERTAINTY_OF_SPEED * math.sqrt(row.error * row.error + error * error)):
             steady[rank] = scales[rank] * change
-    middle = sorted(steady)[(len(steady) - 1) // 2]
+    middle = _lower_median(steady)
     return [min(max(scale, middle / LARGEST_SCALE), middle * LARGEST_SCALE) for scale in steady]
 
 

@@ -14,7 +14,7 @@ from chronica_hvd.least_squares import Sums, solve
 
 #: Cells of each half of the records, and single records for the median error.
 CELLS, SINGLES = 16, 16
-_HEAD, _SINGLE = 4, 4
+_HEAD, _SINGLE = 5, 4
 #: Length of a row.
 ROW = _HEAD + 2 * CELLS * cells.COLUMNS + SINGLES * _SINGLE
 
@@ -39,8 +39,11 @@ class Row(NamedTuple):
         Mean compute of a step in nanoseconds.
     error
         Standard error of the rank's speed, relative to it.
+    pauses
+        How many times longer than the records without outliers all of them took on average: what is once in a while
+        interrupted is slow.
     halves
-        The cells of each half of the records, outliers left out, at the level of all of them.
+        The cells of each half of the records, outliers left out, pauses in their times.
     singles
         (≤ SINGLES, 4) n, S1, S2 and time of some records of the second half.
     """
@@ -48,6 +51,7 @@ class Row(NamedTuple):
     records: float
     step_time: float
     error: float
+    pauses: float
     halves: tuple[Cells, Cells]
     singles: NDArray[np.float64]
 
@@ -67,7 +71,14 @@ class Row(NamedTuple):
         head = values[:_HEAD].tolist()
         if len(first) + len(second) == 0:
             return None
-        return cls(head[0], head[2] / max(head[1], 1.0), head[3], (first, second), singles[singles[:, 3] > 0.0])
+        return cls(
+            head[0],
+            head[2] / max(head[1], 1.0),
+            head[3],
+            max(head[4], 1e-9),
+            (first, second),
+            singles[singles[:, 3] > 0.0],
+        )
 
 
 def summarize(records: NDArray[Any], model: CostModel, seed: int | None = None) -> NDArray[np.float64]:
@@ -94,9 +105,10 @@ def summarize(records: NDArray[Any], model: CostModel, seed: int | None = None) 
         ratio = time / predicted
         level, error = _level(ratio)
         kept = work.copy()
-        kept[3] *= level / float(ratio[is_kept].mean())
+        pauses = level / float(ratio[is_kept].mean())
+        kept[3] *= pauses
         steps = len(np.unique(records["step"][is_valid])) if "step" in (records.dtype.names or ()) else time.size
-        row[:_HEAD] = time.size, steps, level * float(predicted.sum()), error
+        row[:_HEAD] = time.size, steps, level * float(predicted.sum()), error, pauses
         # At random: consecutive records may differ as a step's micro-batches do, by turns.
         order = np.random.default_rng(0 if seed is None else abs(int(seed))).permutation(time.size)
         halves = order[: time.size // 2], order[time.size // 2 :]

@@ -59,9 +59,9 @@ def fit_shape(
     is_free = [place in free for place in used]
     prior = start if start.floor == 0.0 else additive(coefficients_of(start))
     shape = prior
-    for _ in range(3):
+    for _ in range(3 if cells else 0):
         shape, now = _refit(cells, prior, shape, now, is_free)
-    if with_floor:
+    if cells and with_floor:
         at_one = [at_level(group, 1.0 / factor) for group, factor in zip(cells, now, strict=True)]
         shape = _with_floor(np.vstack(at_one), shape)
     return shape
@@ -128,7 +128,7 @@ def _refit(
                 change = max(change, abs(across / square / factors[place] - 1.0))
                 factors[place] = across / square
         rounds += 1
-        if change < 1e-3 or rounds == MOST_ROUNDS:
+        if change < 1e-5 or rounds == MOST_ROUNDS:
             return additive(coefficients), factors
 
 
