@@ -1,6 +1,6 @@
 """A rank of what bench_feedback.py measures: the example's training, followed by its own times.
 
-    horovodrun -np 2 python bench/feedback_job.py slow-rank|by-cost <summary.json>
+horovodrun -np 2 python bench/feedback_job.py slow-rank|by-cost <summary.json>
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -46,9 +45,7 @@ class Training:
         )
         self.loader = chronica.DataLoader(dataset, batch_sampler=self.sampler, collate_fn=pad)
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        self.optimizer = chronica.DistributedOptimizer(
-            optimizer, self.model.named_parameters(), sampler=self.sampler
-        )
+        self.optimizer = chronica.DistributedOptimizer(optimizer, self.model.named_parameters(), sampler=self.sampler)
 
     def epoch(self, epoch: int) -> chronica.EpochReport:
         """Train for an epoch."""

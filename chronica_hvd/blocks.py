@@ -14,6 +14,8 @@ from chronica_hvd.workload import Workload
 
 #: Steps that are planned at once, and between two comparisons of the ranks' plans.
 BLOCK_STEPS = 64
+#: Of a micro-batch's time: a backward pass has twice the forward pass's matrix products.
+BACKWARD_SHARE = 2.0 / 3.0
 
 
 class Assigned(NamedTuple):
@@ -106,8 +108,10 @@ def assign(
     blocks: list[tuple[NDArray[Any], ...]] = []
     for begin in range(0, order.size, BLOCK_STEPS * global_batch):
         of_block = slice(begin, begin + BLOCK_STEPS * global_batch)
+        costs = work.costs(order[of_block], lengths[of_block])
+        others: list[Any]
         of_entries, *others, infeasible = _core.assign(
-            work.costs(order[of_block], lengths[of_block]),
+            costs,
             lengths[of_block],
             work.effective_speeds,
             capacity,
@@ -116,7 +120,7 @@ def assign(
             global_batch=global_batch,
             least=options.min_local_batch,
             micro_batches=order.size if isinstance(options.micro_batches, str) else options.micro_batches,
-            comm=options.comm,
+            comm=work.comm,
             padded=options.padding == "max",
             equal_counts=options.local_batch == "equal",
             is_dealt=options.policy != "balanced",
@@ -130,8 +134,40 @@ def assign(
             )
         np.add(of_entries, begin, out=places[entries : entries + of_entries.size])
         entries += of_entries.size
+        if work.floor > 0.0:
+            others = list(_with_floor(Assigned(of_entries, *others), costs, work, options, global_batch)[1:])
         blocks.append(tuple(others))
     return Assigned(places[:entries], *(np.concatenate(arrays) for arrays in zip(*blocks, strict=True)))
+
+
+def _with_floor(
+    block: Assigned, costs: NDArray[np.float64], work: Workload, options: PlanOptions, global_batch: int
+) -> Assigned:
+    """Return a block with times and bounds under a floor, of which the solvers know nothing.
+
+    ``costs``: (samples,) in the order the steps were assigned from.
+    """
+    speeds = work.effective_speeds
+    least = np.tile(work.floor / speeds, block.bounds.size)
+    bounds = np.maximum(block.bounds, work.floor / speeds.min())
+    over = work.fixed_cost - work.own_fixed_cost  # what the solvers took to be fixed besides
+    tails = np.maximum(BACKWARD_SHARE * least, block.tails - over * BACKWARD_SHARE / np.tile(speeds, block.bounds.size))
+    if options.micro_batches == 1:
+        return block._replace(loads=np.maximum(block.loads, least), tails=tails, bounds=bounds)
+    of_entries = costs[block.places]
+    if options.padding == "max":
+        each = block.held * np.maximum.reduceat(of_entries, offsets(block.held)[:-1])
+    else:
+        each = np.add.reduceat(of_entries, offsets(block.held)[:-1])
+    each = np.maximum(work.floor, work.own_fixed_cost + each)
+    loads = np.add.reduceat(each, offsets(block.micro_batches)[:-1]) / np.tile(speeds, block.bounds.size)
+    # No micro-batch is more than twice as long for the solvers, and none shorter than its samples alone.
+    firsts = np.arange(0, costs.size, global_batch)
+    total = np.add.reduceat(costs, firsts) / speeds.sum()
+    longest = np.maximum(work.floor, work.own_fixed_cost + np.maximum.reduceat(costs, firsts)) / speeds.max()
+    halved = block.bounds * (0.5 if over > 0.0 else 1.0)
+    bounds = np.maximum.reduce([halved, total, longest, np.full_like(total, work.floor / speeds.min())])
+    return block._replace(loads=loads, tails=tails, bounds=bounds)
 
 
 def offsets(counts: NDArray[np.int64]) -> NDArray[np.int64]:

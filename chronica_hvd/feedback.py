@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chronica_hvd.blocks import BLOCK_STEPS
-from chronica_hvd.cost import CostModel, FittedCost
+from chronica_hvd.cost import CostModel
 from chronica_hvd.course import Course
 from chronica_hvd.measured import Measured
 from chronica_hvd.planner import Planner
@@ -160,19 +160,17 @@ class Feedback:
     def _planned(self, steps: range, compute: NDArray[np.float64]) -> list[NDArray[np.float64]]:
         """Return (steps, ranks) loads and tails in ns, and the rank_scale that they were planned with.
 
-        A cost that was not fitted has a unit of its own: it is taken to be right on the whole.
+        The cost has a unit of its own, or was fitted when all ranks were slower: on the whole it is taken to be right.
         """
         assert self._course is not None
         parts = [(np.empty((0, self._world.size)),) * 3]
         for leg, of_leg in self._course.stretches(steps):
             plan, cost = leg.planned.plan, leg.planned.planner.workload.cost
             rows = slice(of_leg.start - leg.first, of_leg.stop - leg.first)
-            loads, tails = plan.loads[rows], plan.tails[rows]
-            if not isinstance(cost, FittedCost):
-                ns_per_unit = _ratio(compute[of_leg.start - steps.start : of_leg.stop - steps.start], loads)
-                loads, tails = loads * ns_per_unit, tails * ns_per_unit
+            loads = plan.loads[rows]
+            ns_per_unit = _ratio(compute[of_leg.start - steps.start : of_leg.stop - steps.start], loads)
             scale = cost.rank_scale if isinstance(cost, CostModel) and cost.rank_scale else 1.0
-            parts.append((loads, tails, np.broadcast_to(scale, loads.shape)))
+            parts.append((loads * ns_per_unit, plan.tails[rows] * ns_per_unit, np.broadcast_to(scale, loads.shape)))
         return [np.concatenate(of_kind) for of_kind in zip(*parts, strict=True)]
 
 

@@ -21,12 +21,14 @@ __all__ = ["ROW", "Outcome", "Row", "fit_records", "fitted_cost", "refit", "summ
 
 #: A change of less than this, of a rank's speed or of what micro-batches take, leaves the plan alone.
 LEAST_CHANGE = 0.02
-#: So many standard errors a change must exceed.
-CERTAINTY = 3.0
+#: So many standard errors a change must exceed: of a rank's speed (there are many ranks), and of the shape.
+CERTAINTY_OF_SPEED, CERTAINTY = 3.0, 2.0
 #: Cells that stand for everything measured before, and what of their weight is left after each refresh.
 MEMORY_CELLS, MEMORY_KEPT = 64, 0.75
+#: Ranks whose speed has not changed are pooled in so many; which ones have is found by turns, at most so many.
+POOLED_CELLS, MOST_TURNS = 128, 4
 #: No rank is taken to be more times slower or faster than this than the median rank.
-LARGEST_SCALE = 1000.0
+LARGEST_SCALE = 16.0
 
 
 class Outcome(NamedTuple):
@@ -37,7 +39,7 @@ class Outcome(NamedTuple):
     shape
         Without the ranks' scales.
     unit, unit_before
-        Nanoseconds per unit of ``shape``, and of the model before, on a rank of scale 1.
+        Nanoseconds per unit of ``shape``, and of the model before, on a rank of scale 1, pauses aside.
     scales
         (ranks,) how many times longer than predicted each rank takes; the same floats as before where within the noise.
     is_new
@@ -99,55 +101,86 @@ def refit(
     begin = [scale * _unit(current, of_ranks, scales) for scale in scales]
     halves = [[cells.NONE if row is None else row.halves[half] for row in rows] for half in (0, 1)]
 
-    def fits(remembered: Cells, with_floor: bool) -> Fits:
-        """Fit to the one half, to the other and to all, with what is remembered."""
-        factors = [*begin, *levels(current, [remembered])]
-        first, second, whole = (
-            fit_shape([*own, remembered], current, factors, free=True, with_floor=with_floor)
-            for own in (*halves, of_ranks)
-        )
-        return first, second, whole
+    def fit_to(own: Sequence[Cells], remembered: Cells, changed: set[int], with_floor: bool) -> CostModel:
+        """Fit to ranks of which some have changed; the others are as if one."""
+        level = levels(current, [remembered])[0]
+        others = [at_level(group, 1.0 / begin[rank]) for rank, group in enumerate(own) if rank not in changed]
+        groups = [cells.merge(np.vstack([cells.NONE, *others]), POOLED_CELLS), *(own[rank] for rank in sorted(changed))]
+        factors = [1.0, *(begin[rank] for rank in sorted(changed)), level]
+        free = range(1, len(factors))
+        return fit_shape([*groups, remembered], current, factors, free, with_floor=with_floor)
+
+    def whole(remembered: Cells, with_floor: bool) -> tuple[CostModel, set[int]]:
+        """Return the fit to all, and the ranks that have changed by it.
+
+        Scales are as before unless the fit says otherwise: the rank that holds the long samples may always be the same
+        one, and must not be mistaken for a slow one.
+        """
+        changed: set[int] = set()
+        for _ in range(MOST_TURNS):
+            model = fit_to(of_ranks, remembered, changed, with_floor)
+            steady = _steady(model, of_ranks, scales, rows)
+            now = {rank for rank in range(len(rows)) if steady[rank] != scales[rank]}
+            if now == changed:
+                break
+            changed = now
+        return model, changed
+
+    def folds(model: CostModel, changed: set[int], remembered: Cells) -> Fits:
+        first, second = (fit_to(own, remembered, changed, model.floor > 0.0) for own in halves)
+        return first, second, model
 
     best: Fits = (current, current, current)
     kept = memory
-    fitted = fits(memory, with_floor=False)
-    with_floor = False
-    if certainty == 0.0 or difference(fitted[2], current, everything) > LEAST_CHANGE:
-        if _is_better((start, start, start), best, halves, certainty):
-            best = (start, start, start)
-        if _is_better(fitted, best, halves, certainty):
-            best = fitted
+    if certainty > 0.0 and _steady(current, of_ranks, scales, rows) != list(scales):
+        certainty = min(certainty, 1.0)  # the plan changes anyway
+    additive, floored = whole(memory, with_floor=False), whole(memory, with_floor=True)
+    has_floor = floored[0].floor > 0.0
+    differs = [
+        certainty == 0.0 or difference(model, current, everything) > LEAST_CHANGE for model, _ in (additive, floored)
+    ]
+    if differs[1] if has_floor and current.floor > 0.0 else any(differs):
+        contenders: list[Fits] = [(start, start, start), folds(*additive, memory)]
+        for contender in contenders:
+            if _is_better(contender, best, halves, certainty):
+                best = contender
         if len(memory):
-            afresh = fits(cells.NONE, with_floor=False)
+            afresh = folds(*whole(cells.NONE, with_floor=False), cells.NONE)
             if _is_better(afresh, best, halves, certainty):
                 best, kept = afresh, cells.NONE
-        floored = fits(kept, with_floor=True)
-        if floored[2].floor > 0.0 and _is_better(floored, best, halves, max(certainty, 1.0)):
-            best, with_floor = floored, True
+                floored = whole(cells.NONE, with_floor=True)
+        if floored[0].floor > 0.0:
+            contender = folds(*floored, kept)
+            if _is_better(contender, best, halves, max(certainty, 1.0)):
+                best = contender
     shape = best[2]
     is_new = shape is not current
     steady = _steady(shape, of_ranks, scales, rows)
-    if is_new and shape is not start:
-        # Once more with the speeds as they are taken to be, which tells more than each rank by itself.
-        factors = [*(scale * _unit(shape, of_ranks, steady) for scale in steady), *levels(shape, [kept])]
-        shape = fit_shape([*of_ranks, kept], current, factors, free=False, with_floor=with_floor)
     remembered = _remembered(shape, of_ranks, kept)
+    pauses = _lower_median([row.pauses for row in rows if row is not None])
+    typical = [
+        level / (row.pauses if row else 1.0) for level, row in zip(levels(best[0], halves[0]), rows, strict=True)
+    ]
     return Outcome(
         shape,
-        _unit(shape, of_ranks, steady),
-        _unit(current, of_ranks, scales),
+        _unit(shape, of_ranks, steady) / pauses,
+        _unit(current, of_ranks, scales) / pauses,
         steady,
         is_new,
         remembered,
         round(math.fsum(remembered[:, 0].tolist())),
-        median_error(best[0], rows, levels(best[0], halves[0])),
+        median_error(best[0], rows, typical),
     )
 
 
 def _unit(model: CostModel, of_ranks: Sequence[Cells], scales: Sequence[float]) -> float:
     """Return nanoseconds per unit of the model on a rank of scale 1: the lower median, which is one rank's."""
     ratios = [level / scale for level, scale in zip(levels(model, of_ranks), scales, strict=True) if level > 0.0]
-    return sorted(ratios)[(len(ratios) - 1) // 2]
+    return _lower_median(ratios) if ratios else 1.0
+
+
+def _lower_median(values: list[float]) -> float:
+    return sorted(values)[(len(values) - 1) // 2]
 
 
 def _steady(
@@ -156,15 +189,15 @@ def _steady(
     """Return the ranks' scales, those changed that are off by more than the noise."""
     relative = [level / scale for level, scale in zip(levels(model, of_ranks), scales, strict=True)]
     unit = _unit(model, of_ranks, scales)
-    error = next(row.error for row, one in zip(rows, relative, strict=True) if row is not None and one == unit)
+    error = max((row.error for row, one in zip(rows, relative, strict=True) if row and one == unit), default=0.0)
     steady = list(scales)
     for rank, row in enumerate(rows):
         if row is None or relative[rank] <= 0.0:
             continue
         change = relative[rank] / unit
-        if abs(change - 1.0) > max(LEAST_CHANGE, CERTAINTY * math.sqrt(row.error * row.error + error * error)):
+        if abs(change - 1.0) > max(LEAST_CHANGE, CERTAINTY_OF_SPEED * math.sqrt(row.error * row.error + error * error)):
             steady[rank] = scales[rank] * change
-    middle = sorted(steady)[(len(steady) - 1) // 2]
+    middle = _lower_median(steady)
     return [min(max(scale, middle / LARGEST_SCALE), middle * LARGEST_SCALE) for scale in steady]
 
 

@@ -121,12 +121,13 @@ class Measured:
             return before
         self._memory = outcome.memory
         step_time = max(row.step_time for row in unpacked if row is not None)
-        used = self._comm
-        comm = allreduce.duration(waits, tails, used)
+        comm = allreduce.duration(waits, tails, self._comm)
+        # As it was planned with: where all compute has become slower, so would the allreduce have, for the plan.
+        used = self._comm * outcome.unit_before if self._fitted else 0.0
         is_other_comm = abs(comm - used) > max(LEAST_WAIT * step_time, LEAST_COMM_CHANGE * max(comm, used))
         if not (outcome.is_new or outcome.scales != scales or is_other_comm):
             return before
-        self._comm = comm if is_other_comm else used
+        self._comm = comm
         self._take(fitted_cost(outcome, comm=self._comm), scales, outcome.scales)
         self._model = self._with_scales()
         return self._model

@@ -89,8 +89,8 @@ def plan(
     pad_to
         Lengths are padded to a multiple of this integer, or to the next of these lengths, so that there are few shapes.
     comm
-        Duration of the allreduce, in the unit of cost. It overlaps with the last backward pass of a step only: see
-        :meth:`Plan.step_times`, which is then what the plan minimises.
+        Duration of the allreduce, in the unit of cost; 0: that of a :class:`FittedCost`. It overlaps with
+        the last backward pass of a step only: see :meth:`Plan.step_times`, which is then what the plan minimises.
     min_local_batch
         Least samples of a rank. Only where a step has too few, ranks without real samples repeat its cheapest ones, so
         many of them, with weight 0.

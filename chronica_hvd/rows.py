@@ -14,12 +14,14 @@ from chronica_hvd.least_squares import Sums, solve
 
 #: Cells of each half of the records, and single records for the median error.
 CELLS, SINGLES = 16, 16
-_HEAD, _SINGLE = 4, 4
+_HEAD, _SINGLE = 5, 4
 #: Length of a row.
 ROW = _HEAD + 2 * CELLS * cells.COLUMNS + SINGLES * _SINGLE
 
 #: Groups of consecutive records that a rank's speed is found from.
 GROUPS = 8
+#: No number of a row is as large: int64's squares, nor NaN.
+LARGEST = 1e40
 #: So many deviations from the rest a record is an outlier.
 OUTLIER = 4.0
 #: Errors are relative to what is predicted; of less than this share of the mean, to that.
@@ -37,8 +39,11 @@ class Row(NamedTuple):
         Mean compute of a step in nanoseconds.
     error
         Standard error of the rank's speed, relative to it.
+    pauses
+        How many times longer than the records without outliers all of them took on average: what is once in a while
+        interrupted is slow.
     halves
-        The cells of each half of the records, outliers left out, at the level of all of them.
+        The cells of each half of the records, outliers left out, pauses in their times.
     singles
         (≤ SINGLES, 4) n, S1, S2 and time of some records of the second half.
     """
@@ -46,6 +51,7 @@ class Row(NamedTuple):
     records: float
     step_time: float
     error: float
+    pauses: float
     halves: tuple[Cells, Cells]
     singles: NDArray[np.float64]
 
@@ -53,7 +59,7 @@ class Row(NamedTuple):
     def unpack(cls, row: NDArray[np.float64]) -> Row | None:
         """Return what a row says; ``None`` where nothing was measured, or it is no row of ours."""
         values = np.asarray(row, dtype=np.float64)
-        if values.shape != (ROW,) or not (np.isfinite(values).all() and values.min() >= 0.0 and values[0] > 0.0):
+        if values.shape != (ROW,) or not (values.min() >= 0.0 and values.max() < LARGEST and values[0] > 0.0):
             return None
         middle = _HEAD + CELLS * cells.COLUMNS
         end = middle + CELLS * cells.COLUMNS
@@ -65,7 +71,14 @@ class Row(NamedTuple):
         head = values[:_HEAD].tolist()
         if len(first) + len(second) == 0:
             return None
-        return cls(head[0], head[2] / max(head[1], 1.0), head[3], (first, second), singles[singles[:, 3] > 0.0])
+        return cls(
+            head[0],
+            head[2] / max(head[1], 1.0),
+            head[3],
+            max(head[4], 1e-9),
+            (first, second),
+            singles[singles[:, 3] > 0.0],
+        )
 
 
 def summarize(records: NDArray[Any], model: CostModel, seed: int | None = None) -> NDArray[np.float64]:
@@ -92,9 +105,10 @@ def summarize(records: NDArray[Any], model: CostModel, seed: int | None = None) 
         ratio = time / predicted
         level, error = _level(ratio)
         kept = work.copy()
-        kept[3] *= level / float(ratio[is_kept].mean())
+        pauses = level / float(ratio[is_kept].mean())
+        kept[3] *= pauses
         steps = len(np.unique(records["step"][is_valid])) if "step" in (records.dtype.names or ()) else time.size
-        row[:_HEAD] = time.size, steps, level * float(predicted.sum()), error
+        row[:_HEAD] = time.size, steps, level * float(predicted.sum()), error, pauses
         # At random: consecutive records may differ as a step's micro-batches do, by turns.
         order = np.random.default_rng(0 if seed is None else abs(int(seed))).permutation(time.size)
         halves = order[: time.size // 2], order[time.size // 2 :]
@@ -143,7 +157,7 @@ def _level(ratio: NDArray[np.float64]) -> tuple[float, float]:
     groups = np.array_split(ratio, min(GROUPS, ratio.size))
     means = np.array([float(group.mean()) for group in groups])
     middle = float(np.median(means))
-    within = float(np.median([group.std() / np.sqrt(group.size) for group in groups]))
+    within = float(np.median([group.std(ddof=1) / np.sqrt(group.size) if group.size > 1 else 0.0 for group in groups]))
     between = 1.4826 * float(np.median(np.abs(means - middle)))
     most = 2.0 * max(within, between, 0.005 * middle)
     means = means.clip(middle - most, middle + most)

@@ -6,7 +6,7 @@ Elementwise arithmetic and exactly rounded sums only: every rank gets the same b
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,8 @@ FEW_RECORDS = 32
 EXPECTED_CHANGE = 0.3
 #: Errors are relative to what is predicted; of what takes less than this share of the mean, to that: it matters less.
 LEAST_SHARE = 0.1
+#: Shape and free factors are found by turns, at most so many.
+MOST_ROUNDS = 20
 
 
 def levels(model: CostModel, groups: Sequence[Cells]) -> list[float]:
@@ -29,38 +31,44 @@ def levels(model: CostModel, groups: Sequence[Cells]) -> list[float]:
 
 
 def fit_shape(
-    groups: Sequence[Cells], start: CostModel, scales: Sequence[float], *, free: bool, with_floor: bool = False
+    groups: Sequence[Cells],
+    start: CostModel,
+    factors: Sequence[float],
+    free: Collection[int],
+    *,
+    with_floor: bool = False,
 ) -> CostModel:
-    """Fit the shape to groups of cells that take ``scales`` times what it says, more or less.
+    """Fit the shape to groups of cells.
 
     Parameters
     ----------
     groups
         Cells of each rank, and others that share a factor of their own.
     start
-        Where the fit begins; measured ÷ scale is in its unit.
-    scales
-        (groups,) factors to begin with.
+        Where the fit begins; measured ÷ factor is in its unit.
+    factors
+        (groups,) how many times longer than the shape says each group takes.
     free
-        Whether the factors are found too. Their lower median stays what it is.
+        Which groups' factors are only where to begin, not known.
     with_floor
         Whether small micro-batches may all take the same time.
     """
-    used = [place for place, group in enumerate(groups) if len(group) and scales[place] > 0.0]
+    used = [place for place, group in enumerate(groups) if len(group) and factors[place] > 0.0]
     cells = [groups[place] for place in used]
-    factors = [scales[place] for place in used]
+    now = [factors[place] for place in used]
+    is_free = [place in free for place in used]
     prior = start if start.floor == 0.0 else additive(coefficients_of(start))
     shape = prior
-    for _ in range(3):
-        shape, factors = _refit(cells, prior, shape, factors, free)
-    if with_floor:
-        scaled_cells = [at_level(group, 1.0 / factor) for group, factor in zip(cells, factors, strict=True)]
-        shape = _with_floor(np.vstack(scaled_cells), shape)
+    for _ in range(3 if cells else 0):
+        shape, now = _refit(cells, prior, shape, now, is_free)
+    if cells and with_floor:
+        at_one = [at_level(group, 1.0 / factor) for group, factor in zip(cells, now, strict=True)]
+        shape = _with_floor(np.vstack(at_one), shape)
     return shape
 
 
 def compare(better: CostModel, than: CostModel, halves: Sequence[Cells]) -> tuple[float, float]:
-    """Return by how much the squared relative errors of one model are less than another's, and the standard error.
+    """Return by how much the relative errors of one model are less than another's in sum, and the standard error.
 
     Each group of cells has a level of its own, so that only shapes are compared.
     """
@@ -68,13 +76,12 @@ def compare(better: CostModel, than: CostModel, halves: Sequence[Cells]) -> tupl
     for cells in halves:
         if len(cells) < 2:
             continue
-        squares = []
+        errors = []
         for model in (than, better):
             predicted = _predicted(model, cells)
             predicted = predicted * level_of(cells, predicted)
-            error = (cells[:, 4] - predicted) / _at_least(cells, predicted)
-            squares.append(cells[:, 0] * error * error)
-        gains += (squares[0] - squares[1]).tolist()
+            errors.append(cells[:, 0] * np.abs(cells[:, 4] - predicted) / _at_least(cells, predicted))
+        gains += (errors[0] - errors[1]).tolist()
     return math.fsum(gains), math.sqrt(math.fsum(gain * gain for gain in gains))
 
 
@@ -100,7 +107,7 @@ def scaled(model: CostModel, factor: float) -> CostModel:
 
 
 def _refit(
-    cells: list[Cells], start: CostModel, shape: CostModel, factors: list[float], free: bool
+    cells: list[Cells], start: CostModel, shape: CostModel, factors: list[float], is_free: list[bool]
 ) -> tuple[CostModel, list[float]]:
     """Return shape and factors of least squares, weighted by what ``shape`` predicts."""
     parts = []
@@ -108,26 +115,21 @@ def _refit(
         predicted = _at_least(group, _predicted(shape, group))
         columns = np.vstack([np.ones(len(group)), group[:, 1:4].T])
         parts.append(sums_of(columns, group[:, 4], group[:, 0] / (predicted * predicted)))
-    begun = list(factors)
     records = math.fsum(count for group in cells for count in group[:, 0].tolist())
-    coefficients = list(coefficients_of(shape))
-    for _ in range(20 if free else 1):
+    points = sum(map(len, cells))
+    rounds = 0
+    while True:
         total = added(part.with_target(1.0 / factor) for part, factor in zip(parts, factors, strict=True))
-        coefficients = solve(_drawn_to(start, total, sum(map(len, cells)), records))
-        if not free:
-            break
-        fitted = [part.fitted(coefficients) for part in parts]
-        moved = [
-            across / square if across > 0.0 and square > 0.0 else old
-            for (across, square), old in zip(fitted, factors, strict=True)
-        ]
-        ratios = sorted(new / old for new, old in zip(moved, begun, strict=True))
-        moved = [new / ratios[(len(ratios) - 1) // 2] for new in moved]
-        change = max(abs(new / old - 1.0) for new, old in zip(moved, factors, strict=True))
-        factors = moved
-        if change < 1e-3:
-            break
-    return additive(coefficients), factors
+        coefficients = solve(_drawn_to(start, total, points, records))
+        change = 0.0
+        for place, part in enumerate(parts):
+            across, square = part.fitted(coefficients)
+            if is_free[place] and across > 0.0 and square > 0.0:
+                change = max(change, abs(across / square / factors[place] - 1.0))
+                factors[place] = across / square
+        rounds += 1
+        if change < 1e-5 or rounds == MOST_ROUNDS:
+            return additive(coefficients), factors
 
 
 def _drawn_to(start: CostModel, sums: Sums, points: int, records: float) -> Sums:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chronica_hvd import checks
-from chronica_hvd.cost import CostModel, cost_of_work
+from chronica_hvd.cost import CostModel, FittedCost
 from chronica_hvd.options import PlanOptions
 from chronica_hvd.timing import Work
 
@@ -34,6 +34,8 @@ class Workload:
         (samples,) or ``None`` where all weigh 1.
     effective_speeds
         (ranks,) speed ÷ rank_scale.
+    comm
+        Duration of the allreduce, of the options or, where they say 0, of a fitted cost.
     """
 
     sizes: NDArray[Any]
@@ -48,7 +50,9 @@ class Workload:
         self.indices = self._indices(options.indices)
         self.loss_weights = self._loss_weights(options.loss_weight)
         self._refuse_oversized(options.max_size)
-        self.cost = self._cost(options.cost, options.micro_batches != 1)
+        self._is_cut = options.micro_batches != 1
+        self.cost = self._cost(options.cost, self._is_cut)
+        self.comm = options.comm or (self.cost.comm if isinstance(self.cost, FittedCost) else 0.0)
         self.effective_speeds = self._effective_speeds()
         self._check_costs(options.min_local_batch)
 
@@ -64,8 +68,22 @@ class Workload:
 
     @property
     def fixed_cost(self) -> float:
+        """What every micro-batch costs besides its samples, for the solvers.
+
+        They know of no floor. With one micro-batch a rank that makes no difference to the longest rank; with several,
+        small ones must not look cheap.
+        """
+        return max(self.own_fixed_cost, self.floor) if self._is_cut else self.own_fixed_cost
+
+    @property
+    def own_fixed_cost(self) -> float:
         """What every micro-batch costs besides its samples."""
         return self.cost.fixed if isinstance(self.cost, CostModel) else 0.0
+
+    @property
+    def floor(self) -> float:
+        """What a micro-batch costs at least."""
+        return self.cost.floor if isinstance(self.cost, CostModel) else 0.0
 
     def keep_sizes(self) -> None:
         """Keep sizes of our own, that nobody changes; those of a memory map stay where they are."""
@@ -88,10 +106,10 @@ class Workload:
         else:
             sizes = self.lengths(batch)
             size, size2 = float(sizes.sum()), float((sizes * sizes).sum())
-        flops = 0
+        flops = 0.0
         if isinstance(self.cost, CostModel) and self.cost.is_in_flops:
             # Without what is fixed, which stands for time, not operations.
-            flops = cost_of_work(self.cost, samples, size, size2) - self.cost.fixed
+            flops = self.cost.per_sample * samples + (self.cost.per_size * size + self.cost.per_size2 * size2)
         return Work(samples, *(min(round(amount), checks.LARGEST_INT64) for amount in (size, size2, flops)))
 
     def _padded(self, sizes: NDArray[Any]) -> NDArray[np.float64]:
@@ -191,7 +209,7 @@ class Workload:
             else:
                 largest = float(self.cost.max())
             # Every sample alone in its micro-batch, and each rank's fillers: no sum of loads is larger.
-            each = np.float64(largest) + self.fixed_cost
+            each = np.float64(largest) + max(self.fixed_cost, self.floor)
             load = each * (float(self.samples) + float(self.ranks) * fillers) / slowest
         if not np.isfinite(load):
             raise ValueError(
