@@ -92,6 +92,9 @@ class Attribution:
         work = in_unit_of(self.compute, self.work, self.factor)
         slow = excess(work * (self.factor - 1.0))
         # A slow rank that is given less is waited for only as far as the one is not made up for by the other.
+        # And what its own work varies by, more than that of others, is its device's too.
+        varies = np.maximum(excess(_far(self.compute - work * self.factor)), 0.0)
+        slow += np.where(self.factor[np.arange(steps), last] > 1.0, varies, 0.0)
         longer = np.maximum(excess(work) + slow, 0.0)
         device = np.clip(slow, 0.0, longer)
         data = np.clip(excess(in_unit_of(self.compute, self.planned)) - device, 0.0, longer - device)
@@ -131,10 +134,14 @@ def _without_jitter(times: Array) -> Array:
     """Return what is steady of each rank's times, and in single steps what is far beyond their usual spread."""
     means = _sums(times) / _sums(np.ones_like(times))
     steady = _by_step(_levels(means - means[:, [_median_rank(means)]], LEAST_NS), len(times))
-    rest = times - steady
-    rest -= np.median(rest, axis=0)
+    return steady + _far(times - steady)
+
+
+def _far(times: Array) -> Array:
+    """Return what times differ by from their rank's median, where that is far more than usual; else 0."""
+    rest = times - np.median(times, axis=0)
     spread = 1.4826 * _of_median_rank(np.median(np.abs(rest), axis=0))  # as a standard deviation
-    return steady + np.where(np.abs(rest) > _beyond(len(rest)) * spread, rest, 0.0)
+    return np.where(np.abs(rest) > _beyond(len(rest)) * spread, rest, 0.0)
 
 
 def _levels(values: Array, least: float) -> Array:
