@@ -139,6 +139,8 @@ def _without_jitter(times: Array) -> Array:
 
 def _far(times: Array) -> Array:
     """Return what times differ by from their rank's median, where that is far more than usual; else 0."""
+    if not len(times):
+        return times
     rest = times - np.median(times, axis=0)
     spread = 1.4826 * _of_median_rank(np.median(np.abs(rest), axis=0))  # as a standard deviation
     return np.where(np.abs(rest) > _beyond(len(rest)) * spread, rest, 0.0)
@@ -161,12 +163,14 @@ def _level(values: Array, noise: float, least: float) -> Array:
         return _beyond(groups) * noise / math.sqrt(groups)
 
     count = len(values)
-    best, split = 1.0, 0
+    best, split = 0.0, 0
     for place in range(LEAST_OF_LEVEL, count - LEAST_OF_LEVEL + 1):
-        change = abs(float(_mean(values[:place]) - _mean(values[place:])))
+        before, after = values[:place], values[place:]
         limit = max(math.hypot(error(place), error(count - place)), least)
-        if change > best * limit:
-            best, split = change / limit, place
+        if abs(float(_mean(before) - _mean(after))) > limit:
+            # The means of all are what tells where: the others are much the same one group off.
+            gain = abs(float(before.mean() - after.mean())) * math.sqrt(place * (count - place))
+            best, split = max((best, split), (gain, place))
     if split:
         return np.concatenate([_level(part, noise, least) for part in (values[:split], values[split:])])
     mean = float(_mean(values))
