@@ -101,8 +101,8 @@ class EpochReport:
         (costs or speeds that the plan had wrong), ``"noise"`` (the rest), ``"start"`` (these two and the loader in the
         first step).
     stragglers
-        Who is to be named, the largest waiting first. Nobody is for less than 2 % of the time; but a device slower than
-        the median by 5 % or more is, even if the plan relieves it so that nobody waits.
+        Who is to be named, the largest waiting first. Nobody is for less than 2 % of the time; but a device is that is
+        slower by 5 % or more, and still so in the end, even if the plan relieves it so that nobody waits.
     """
 
     epoch: int
@@ -262,8 +262,8 @@ def _stragglers(found: Attribution, waiting: dict[str, Array], ranks: list[int])
             ns = float(waiting[cause][place])
             share = ns / found.spent if found.spent > 0.0 else 0.0
             factors = found.factor[:, place]
-            is_slow = cause == "device" and factors[-1:].max(initial=0.0) >= LEAST_SLOWDOWN
-            if share >= LEAST_SHARE or is_slow:
+            is_slow = len(factors) > 0 and min(factors[-1], found.slowdown[place]) >= LEAST_SLOWDOWN
+            if share >= LEAST_SHARE or (cause == "device" and is_slow):
                 slow = factors[factors > 1.0]
                 factor = slow.mean() if cause == "device" and slow.size else found.slowdown[place]
                 named.append(Straggler(rank, cause, ns / 1e9, share, float(factor)))
