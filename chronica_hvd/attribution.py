@@ -11,6 +11,13 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
+#: Causes that a rank is named for.
+OF_A_RANK = ("data", "device", "input", "loop")
+
+#: Below this share of the ranks' time nobody is named for having kept others waiting.
+LEAST_SHARE = 0.02
+#: Nor below this slowdown for a slow device.
+LEAST_SLOWDOWN = 1.05
 #: An epoch is divided into at most so many groups of consecutive steps, to tell what is steady from noise.
 GROUPS = 16
 #: Fewer groups say nothing; of two levels each must last for three, so that a single stall makes none.
@@ -21,6 +28,33 @@ LEAST_CHANGE = 0.01
 LEAST_NS = 1000.0
 #: Smaller changes in the course of the epoch, in multiples of these, are none.
 LEAST_STEP = 15.0
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that kept the others waiting, or has a slow device that the plan relieves.
+
+    Attributes
+    ----------
+    rank
+        Which one.
+    cause
+        ``"data"`` (its work is predicted to take longer), ``"device"`` (it takes longer than predicted, by a steady
+        factor), ``"input"`` (it waits for its loader) or ``"loop"`` (other work of the loop between steps).
+    waiting
+        Seconds that the others waited for it, all together.
+    share
+        The same as a share of the time of all ranks.
+    factor
+        How many times longer than on the median rank the same work takes on its device: of its slow steps if the cause
+        is ``"device"``, else over the epoch.
+    """
+
+    rank: int
+    cause: str
+    waiting: float
+    share: float
+    factor: float
 
 
 @dataclass(frozen=True)
@@ -81,8 +115,9 @@ class Attribution:
         factors = 1.0 + _levels(_ratio(self._ratios, self._ratios[:, reference]) - 1.0, LEAST_CHANGE)
         return _by_step(_ratio(factors, _of_median_rank(factors)), len(self.work))
 
+    @cached_property
     def waiting(self) -> dict[str, Array]:
-        """Return by cause (ranks,) how long the others waited for each rank, all together."""
+        """By cause, (ranks,) how long the others waited for each rank, all together."""
         steps, ranks = self.compute.shape
         last = self.wait.argmin(axis=1) if ranks else np.zeros(steps, np.int64)
 
@@ -116,6 +151,21 @@ class Attribution:
         shares["start"] = np.where(self.is_first, np.sum([shares[cause] for cause in at_start], axis=0), 0.0)
         shares |= {cause: np.where(self.is_first, 0.0, shares[cause]) for cause in at_start}
         return {cause: np.bincount(last, share, ranks).astype(np.float64) for cause, share in shares.items()}
+
+    def stragglers(self, ranks: list[int]) -> tuple[Straggler, ...]:
+        """Return who is to be named, the largest waiting first; ``ranks`` has the number of each."""
+        named = []
+        for cause in OF_A_RANK if len(self.compute) else ():
+            for place, rank in enumerate(ranks):
+                ns = float(self.waiting[cause][place])
+                share = ns / self.spent if self.spent > 0.0 else 0.0
+                factor, factors = float(self.slowdown[place]), self.factor[:, place]
+                is_slow = cause == "device" and min(factor, factors[-1]) >= LEAST_SLOWDOWN
+                if share >= LEAST_SHARE or is_slow:
+                    if cause == "device" and factors.max() > 1.0:
+                        factor = float(factors[factors > 1.0].mean())
+                    named.append(Straggler(rank, cause, ns / 1e9, share, factor))
+        return tuple(sorted(named, key=lambda straggler: -straggler.waiting))
 
     @property
     def prediction_error(self) -> float:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 import chronica_hvd as chronica
 from chronica_hvd import EpochReport
-from chronica_hvd.report import OF_A_RANK, Straggler
+from chronica_hvd.attribution import OF_A_RANK, Straggler
 
 MS = 1e6
 WORK, DATA_WAIT, OTHER, WIRE = 100 * MS, 2 * MS, 1 * MS, 3 * MS
