@@ -11,6 +11,13 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
+#: Causes that a rank is named for.
+OF_A_RANK = ("data", "device", "input", "loop")
+
+#: Below this share of the ranks' time nobody is named for having kept others waiting.
+LEAST_SHARE = 0.02
+#: Nor below this slowdown for a slow device.
+LEAST_SLOWDOWN = 1.05
 #: An epoch is divided into at most so many groups of consecutive steps, to tell what is steady from noise.
 GROUPS = 16
 #: Fewer groups say nothing; of two levels each must last for three, so that a single stall makes none.
@@ -19,6 +26,35 @@ LEAST_GROUPS, LEAST_OF_LEVEL = 4, 3
 LEAST_CHANGE = 0.01
 #: Nor do ranks differ by less.
 LEAST_NS = 1000.0
+#: Smaller changes in the course of the epoch, in multiples of these, are none.
+LEAST_STEP = 15.0
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that kept the others waiting, or has a slow device that the plan relieves.
+
+    Attributes
+    ----------
+    rank
+        Which one.
+    cause
+        ``"data"`` (its work is predicted to take longer), ``"device"`` (it takes longer than predicted, by a steady
+        factor), ``"input"`` (it waits for its loader) or ``"loop"`` (other work of the loop between steps).
+    waiting
+        Seconds that the others waited for it, all together.
+    share
+        The same as a share of the time of all ranks.
+    factor
+        How many times longer than on the median rank the same work takes on its device: of its slow steps if the cause
+        is ``"device"``, else over the epoch.
+    """
+
+    rank: int
+    cause: str
+    waiting: float
+    share: float
+    factor: float
 
 
 @dataclass(frozen=True)
@@ -32,7 +68,7 @@ class Attribution:
     planned
         The plan's loads, in any unit.
     work
-        What the compute should take on equal ranks, in any unit.
+        What the compute should take on ranks of equal speed, in any unit.
     is_first
         (steps,) whether nothing is known of the time between a step and the one before.
     """
@@ -79,8 +115,9 @@ class Attribution:
         factors = 1.0 + _levels(_ratio(self._ratios, self._ratios[:, reference]) - 1.0, LEAST_CHANGE)
         return _by_step(_ratio(factors, _of_median_rank(factors)), len(self.work))
 
+    @cached_property
     def waiting(self) -> dict[str, Array]:
-        """Return by cause (ranks,) how long the others waited for each rank, all together."""
+        """By cause, (ranks,) how long the others waited for each rank, all together."""
         steps, ranks = self.compute.shape
         last = self.wait.argmin(axis=1) if ranks else np.zeros(steps, np.int64)
 
@@ -91,7 +128,10 @@ class Attribution:
 
         work = in_unit_of(self.compute, self.work, self.factor)
         slow = excess(work * (self.factor - 1.0))
-        # A slow rank that is given less is waited for only as far as the one is not made up for by the other.
+        # What a slow rank varies by, more than others usually do, is its device's too.
+        varies = np.maximum(excess(_far(self.compute - work * self.factor)), 0.0)
+        slow += np.where(self.factor[np.arange(steps), last] > 1.0, varies, 0.0)
+        # What a slow rank is given less makes up for its slowness: only the rest is waited for.
         longer = np.maximum(excess(work) + slow, 0.0)
         device = np.clip(slow, 0.0, longer)
         data = np.clip(excess(in_unit_of(self.compute, self.planned)) - device, 0.0, longer - device)
@@ -107,11 +147,25 @@ class Attribution:
         parts["noise"] = np.maximum(total / max(ranks - 1, 1) - explained, 0.0)
         scale = _ratio(total, explained + parts["noise"])
         shares = {cause: part * scale for cause, part in parts.items()}
-        shares["start"] = np.zeros(steps)
-        for cause in ("input", "loop", "noise"):
-            shares["start"] = shares["start"] + np.where(self.is_first, shares[cause], 0.0)
-            shares[cause] = np.where(self.is_first, 0.0, shares[cause])
+        at_start = ("input", "loop", "noise")
+        shares["start"] = np.where(self.is_first, np.sum([shares[cause] for cause in at_start], axis=0), 0.0)
+        shares |= {cause: np.where(self.is_first, 0.0, shares[cause]) for cause in at_start}
         return {cause: np.bincount(last, share, ranks).astype(np.float64) for cause, share in shares.items()}
+
+    def stragglers(self, ranks: list[int]) -> tuple[Straggler, ...]:
+        """Return who is to be named, the largest waiting first; ``ranks`` has the number of each."""
+        named = []
+        for cause in OF_A_RANK if len(self.compute) else ():
+            for place, rank in enumerate(ranks):
+                ns = float(self.waiting[cause][place])
+                share = ns / self.spent if self.spent > 0.0 else 0.0
+                factor, factors = float(self.slowdown[place]), self.factor[:, place]
+                is_slow = cause == "device" and min(factor, factors[-1]) >= LEAST_SLOWDOWN
+                if share >= LEAST_SHARE or is_slow:
+                    if cause == "device" and factors.max() > 1.0:
+                        factor = float(factors[factors > 1.0].mean())
+                    named.append(Straggler(rank, cause, ns / 1e9, share, factor))
+        return tuple(sorted(named, key=lambda straggler: -straggler.waiting))
 
     @property
     def prediction_error(self) -> float:
@@ -131,10 +185,16 @@ def _without_jitter(times: Array) -> Array:
     """Return what is steady of each rank's times, and in single steps what is far beyond their usual spread."""
     means = _sums(times) / _sums(np.ones_like(times))
     steady = _by_step(_levels(means - means[:, [_median_rank(means)]], LEAST_NS), len(times))
-    rest = times - steady
-    rest -= np.median(rest, axis=0)
+    return steady + _far(times - steady)
+
+
+def _far(times: Array) -> Array:
+    """Return what times differ by from their rank's median, where that is far more than usual; else 0."""
+    if not len(times):
+        return times
+    rest = times - np.median(times, axis=0)
     spread = 1.4826 * _of_median_rank(np.median(np.abs(rest), axis=0))  # as a standard deviation
-    return steady + np.where(np.abs(rest) > _beyond(len(rest)) * spread, rest, 0.0)
+    return np.where(np.abs(rest) > _beyond(len(rest)) * spread, rest, 0.0)
 
 
 def _levels(values: Array, least: float) -> Array:
@@ -143,27 +203,32 @@ def _levels(values: Array, least: float) -> Array:
         return np.zeros_like(values)
     # From one group to the next, so that changes of the level are not in it.
     noise = np.median(np.abs(np.diff(values, axis=0)), axis=0) / (0.6745 * math.sqrt(2.0))
-    noise = np.maximum(noise, np.median(noise))
-    return np.stack([_level(values[:, rank], noise[rank], least) for rank in range(len(noise))], axis=1)
+    return _level(values, np.maximum(noise, np.median(noise)), least)
 
 
-def _level(values: Array, noise: float, least: float) -> Array:
-    """Return (groups,) the level of one rank, which may change."""
+def _level(values: Array, noise: Array, least: float) -> Array:
+    """Return (groups, ranks) the level of each rank, which may change."""
 
-    def error(groups: int) -> float:
-        return _beyond(groups) * noise / math.sqrt(groups)
+    def error(part: Array) -> Array:
+        # Slow waves are noise too, and not in the differences between neighbours.
+        spread = np.maximum(noise, 1.2 * _kept(part).std(axis=0))
+        return np.asarray(_beyond(len(part)) / math.sqrt(len(part)) * spread)
 
-    count = len(values)
-    best, split = 1.0, 0
-    for place in range(LEAST_OF_LEVEL, count - LEAST_OF_LEVEL + 1):
-        change = abs(float(_mean(values[:place]) - _mean(values[place:])))
-        limit = max(math.hypot(error(place), error(count - place)), least)
-        if change > best * limit:
-            best, split = change / limit, place
-    if split:
-        return np.concatenate([_level(part, noise, least) for part in (values[:split], values[split:])])
-    mean = float(_mean(values))
-    return np.full(count, mean if abs(mean) > max(error(count), least) else 0.0)
+    best, split = np.zeros(len(noise)), np.zeros(len(noise), np.int64)
+    for place in range(LEAST_OF_LEVEL, len(values) - LEAST_OF_LEVEL + 1):
+        before, after = values[:place], values[place:]
+        limit = np.maximum(np.hypot(error(before), error(after)), LEAST_STEP * least)
+        # The means of all are what tells where: the others are much the same one group off.
+        gain = np.abs(before.mean(axis=0) - after.mean(axis=0)) * math.sqrt(place * len(after))
+        is_best = (np.abs(_mean(before) - _mean(after)) > limit) & (gain > best)
+        best, split = np.where(is_best, gain, best), np.where(is_best, place, split)
+    mean = _mean(values)
+    levels = np.tile(np.where(np.abs(mean) > np.maximum(error(values), least), mean, 0.0), (len(values), 1))
+    for place in set(split.tolist()) - {0}:
+        ranks = split == place
+        for part in (slice(place), slice(place, None)):
+            levels[part, ranks] = _level(values[part, ranks], noise[ranks], least)
+    return levels
 
 
 def _beyond(values: int) -> float:
@@ -185,9 +250,14 @@ def _group_size(steps: int) -> int:
     return max(1, -(-steps // GROUPS))
 
 
+def _kept(values: Array) -> Array:
+    """Return values of groups, of three or more without the largest and the smallest."""
+    return np.sort(values, axis=0)[1:-1] if len(values) >= 3 else values
+
+
 def _mean(values: Array) -> Array:
-    """Return the mean over groups, of three or more without the largest and the smallest."""
-    kept = np.sort(values, axis=0)[1:-1] if len(values) >= 3 else values
+    """Return the mean over groups of those kept."""
+    kept = _kept(values)
     return np.asarray(kept.mean(axis=0) if len(kept) else np.ones(values.shape[1:]))
 
 

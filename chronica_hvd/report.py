@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from chronica_hvd import checks
-from chronica_hvd.attribution import Array, Attribution, in_unit_of
+from chronica_hvd.attribution import LEAST_SHARE, Array, Attribution, Straggler, in_unit_of
 
 #: Why ranks wait for one → what is the matter, and what to do.
 CAUSES = {
@@ -22,42 +22,8 @@ CAUSES = {
     "start": "an epoch's first step: workers start, kernels are chosen; persistent_workers=True spares some of it",
     "noise": "compute that varies from step to step, or in another way than the cost model says; nobody's fault",
 }
-#: Causes that a rank is named for.
-OF_A_RANK = ("data", "device", "input", "loop")
-
-#: Below this share of the ranks' time nobody is named for having kept others waiting.
-LEAST_SHARE = 0.02
-#: Nor below this slowdown for a slow device.
-LEAST_SLOWDOWN = 1.05
 #: A line per rank is printed for at most so many.
 PRINTED_RANKS = 16
-
-
-@dataclass(frozen=True)
-class Straggler:
-    """A rank that kept the others waiting, or has a slow device that the plan relieves.
-
-    Attributes
-    ----------
-    rank
-        Which one.
-    cause
-        ``"data"`` (its work is predicted to take longer), ``"device"`` (it takes longer than predicted, by a steady
-        factor), ``"input"`` (it waits for its loader) or ``"loop"`` (other work of the loop between steps).
-    waiting
-        Seconds that the others waited for it, all together.
-    share
-        The same as a share of the time of all ranks.
-    factor
-        How many times longer than on the median rank the same work takes on its device: of its slow steps if the cause
-        is ``"device"``, else over the epoch.
-    """
-
-    rank: int
-    cause: str
-    waiting: float
-    share: float
-    factor: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +31,7 @@ class EpochReport:
     """The time of an epoch's steps on all ranks. Frozen; its arrays are read-only; printed, it says so in words.
 
     All times are in seconds, over the steps of which all is known on every rank (but for ranks of which nothing is
-    known: their entries are NaN). On each rank compute + data_wait + other + peer_wait + wire is the time of the epoch.
+    known: their entries are NaN). On each rank compute + data_wait + other + peer_wait + wire is about ``elapsed``.
 
     Attributes
     ----------
@@ -74,7 +40,7 @@ class EpochReport:
     complete
         Of how many steps all is known.
     elapsed
-        The time of these steps.
+        The time of these steps, as the mean of the ranks.
     compute
         (ranks,) forward and backward passes, without waiting for others.
     data_wait
@@ -101,8 +67,8 @@ class EpochReport:
         (costs or speeds that the plan had wrong), ``"noise"`` (the rest), ``"start"`` (these two and the loader in the
         first step).
     stragglers
-        Who is to be named, the largest waiting first. Nobody is for less than 2 % of the time; but a device slower than
-        the median by 5 % or more is, even if the plan relieves it so that nobody waits.
+        Who is to be named, the largest waiting first. Nobody is for less than 2 % of the time; but a device is that is
+        slower by 5 % or more, and still so in the end, even if the plan relieves it so that nobody waits.
     """
 
     epoch: int
@@ -185,7 +151,6 @@ class EpochReport:
         rest = np.where(np.isnan(p), d, np.maximum(p - c - w, 0.0))
         d = np.minimum(d, rest)
         found = Attribution(c, d, rest - d, w, planned, work, np.asarray(np.isnan(p).any(axis=1)))
-        waiting = found.waiting()
 
         def of_ranks(values: Array) -> Array:
             spread = np.full(shape[1], np.nan)
@@ -208,8 +173,8 @@ class EpochReport:
             predicted_idle_share=_idle_share(in_unit_of(c, planned)),
             prediction_error=found.prediction_error,
             slowdown=of_ranks(found.slowdown),
-            waiting_by_cause={cause: float(waiting[cause].sum() / 1e9) for cause in CAUSES},
-            stragglers=_stragglers(found, waiting, ranks.tolist()),
+            waiting_by_cause={cause: float(found.waiting[cause].sum() / 1e9) for cause in CAUSES},
+            stragglers=found.stragglers(ranks.tolist()),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -252,22 +217,6 @@ class EpochReport:
             who[PRINTED_RANKS:] = [f"{len(who) - PRINTED_RANKS} more"]
         of_all = f"{cause}: {self.waiting_by_cause[cause]:.3g} s of waiting, {share:.1%} of the ranks' time"
         return [f"{of_all}{', for ' if who else ''}{', '.join(who)}: {CAUSES[cause]}."]
-
-
-def _stragglers(found: Attribution, waiting: dict[str, Array], ranks: list[int]) -> tuple[Straggler, ...]:
-    """Name who has kept the others waiting, or has a slow device at the end of the epoch."""
-    named = []
-    for cause in OF_A_RANK:
-        for place, rank in enumerate(ranks):
-            ns = float(waiting[cause][place])
-            share = ns / found.spent if found.spent > 0.0 else 0.0
-            factors = found.factor[:, place]
-            is_slow = cause == "device" and factors[-1:].max(initial=0.0) >= LEAST_SLOWDOWN
-            if share >= LEAST_SHARE or is_slow:
-                slow = factors[factors > 1.0]
-                factor = slow.mean() if cause == "device" and slow.size else found.slowdown[place]
-                named.append(Straggler(rank, cause, ns / 1e9, share, float(factor)))
-    return tuple(sorted(named, key=lambda straggler: -straggler.waiting))
 
 
 def _idle_share(loads: Array) -> float:

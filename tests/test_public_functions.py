@@ -328,6 +328,11 @@ def of_records(name: str | None = None) -> Case:
     return Case(fit, {"value": 5})
 
 
+def of_from_times() -> Case:
+    good = dict.fromkeys(("compute", "data_wait", "wait", "period", "loads"), np.ones((4, 3)))
+    return Case(chronica.EpochReport.from_times, {"epoch": 0, **good})
+
+
 def of_start() -> Case:
     timer = chronica.StepTimer()
     timer.start(step=7, samples=1)
@@ -407,6 +412,7 @@ STATE: dict[str, Kind] = {
     "reorder": choice("batch"),
     "window": integer(64, 64),
 }
+TIMES = vector(0, 1.0, True, [1, 2, 3], np.ones((3, 4)), np.ones((4, 0)), torch.ones(4, 2), np.full((4, 3), "1"))
 GROUPS = or_none(
     Kind(
         [
@@ -555,6 +561,16 @@ CALLABLES: dict[str, Entry] = {
         {"records": objects(*NO_VECTORS, np.zeros(0, [("samples", "<i8")]), np.zeros(2, [("size", "<f8")]))},
         chronica.CostModel.fit,
     ),
+    "EpochReport.from_times": Entry(
+        of_from_times,
+        {
+            "epoch": integer(0),
+            **dict.fromkeys(("compute", "data_wait", "wait", "period", "loads"), TIMES),
+            "rank_scale": or_none(vector(0, 1, True, [1, 0], [0.0], np.zeros((4, 3)), np.ones((3, 4)), [1, 2])),
+            "expected": or_none(TIMES),
+        },
+        chronica.EpochReport.from_times,
+    ),
     "StepTimer": Entry(
         lambda: Case(chronica.StepTimer, {}),
         {
@@ -607,7 +623,7 @@ CALLABLES: dict[str, Entry] = {
 }
 
 #: What users do not make: its constructor takes what we have computed.
-MADE_BY_US = {"Plan"}
+MADE_BY_US = {"EpochReport", "Plan"}
 #: What has no signature to be read, and no parameters.
 TAKES_NOTHING = {"StepTimer.drain"}
 
