@@ -92,7 +92,40 @@ class Course:
         """Whether a step that was handed out is one of this course."""
         return ticket.epoch == self.epoch and self.leg_at(ticket.step).planned.plan.fingerprint == ticket.fingerprint
 
-    def blocks(self) -> Iterator[tuple[Leg, range]]:
+    def batches(self, rank: int) -> Iterator[list[list[int]]]:
+        """Yield a rank's micro-batches of each step, as dataset indices."""
+        for leg, steps in self._blocks():
+            plan = leg.planned.plan
+            of_steps = (plan.batches(step - leg.first, rank) for step in steps)
+            yield from [[batch.tolist() for batch in of_step] for of_step in of_steps]
+
+    def tickets(self, rank: int) -> Iterator[StepTicket]:
+        """Yield what a rank's optimizer will need to know of each step.
+
+        They are made, as batches are, so many as are granted at once: one by one, between a model's computations, each
+        would find nothing of its own in the processor's caches, and take several times as long.
+        """
+        for leg, steps in self._blocks():
+            yield from [self._ticket(leg, step, rank) for step in steps]
+
+    def _ticket(self, leg: Leg, step: int, rank: int) -> StepTicket:
+        planner, plan, own = leg.planned.planner, leg.planned.plan, step - leg.first
+        part = plan.part(own, rank)
+        divisor = float(plan.divisors[own])
+        divides_by_own = planner.options.normalize != "epoch"
+        return StepTicket(
+            self.epoch,
+            step,
+            weights=tuple(plan.factors[part].tolist()),
+            fingerprint=plan.fingerprint,
+            work=tuple(map(planner.workload.work, plan.batches(own, rank), plan.lengths[part].tolist())),
+            unit=plan.ranks / divisor if divisor else float(divides_by_own),
+            is_filler=bool(plan.counts[own, rank] == 0),
+            divides_by_own=divides_by_own,
+            is_last=step == self.end - 1,
+        )
+
+    def _blocks(self) -> Iterator[tuple[Leg, range]]:
         """Yield the steps from the start on, so many as are granted at once, each time with their leg."""
         step = self.start
         while step < self.end:

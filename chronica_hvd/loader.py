@@ -38,10 +38,10 @@ class _MicroBatches:
         self._sampler = sampler
 
     def __iter__(self) -> Iterator[list[int]]:
-        return itertools.chain.from_iterable(self._sampler.steps(self._sampler.course))
+        return itertools.chain.from_iterable(self._sampler.course.batches(self._sampler.world.rank))
 
     def __len__(self) -> int:
-        return sum(len(step) for step in self._sampler.steps(self._sampler.course))
+        return sum(map(len, self._sampler.steps()))
 
 
 class Step:
@@ -153,7 +153,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         progress = self.batch_sampler.progress
         iteration = progress.begin(course)
         first = 0
-        for ticket in self.batch_sampler.tickets(course):
+        for ticket in course.tickets(self.batch_sampler.world.rank):
             micro_batches = len(ticket.weights)
             own = itertools.islice(batches, micro_batches)
             yield Step(self._hand_out(iteration, ticket, own, first), micro_batches)

@@ -57,6 +57,11 @@ class Measured:
         """What the cost begins as; ``None``: by size."""
         return self._start
 
+    @property
+    def is_fitted(self) -> bool:
+        """Whether anything was measured so far."""
+        return self._fitted is not None
+
     def __repr__(self) -> str:
         return f"Measured({self._model or self._start or 'by size'})"
 

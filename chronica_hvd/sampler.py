@@ -13,7 +13,7 @@ from torch.utils.data import Sampler
 
 from chronica_hvd import checks
 from chronica_hvd.cost import CostModel
-from chronica_hvd.course import Course, Leg
+from chronica_hvd.course import Course
 from chronica_hvd.feedback import Feedback
 from chronica_hvd.measured import Measured
 from chronica_hvd.options import PlanOptions
@@ -93,8 +93,10 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
         checked = PlanOptions.from_keywords(options)
         self.evaluation = checks.boolean("evaluation", evaluation)
         if self.evaluation:
-            _refuse_training_options(checked, is_shuffle_given="shuffle" in options)
+            _refuse_training_options(checked, on_report, is_shuffle_given="shuffle" in options)
         _check_refresh(refresh)
+        if not (on_report is None or callable(on_report)):
+            raise TypeError(f"on_report must be a function or None, not {on_report!r}")
         if rank is not None:
             checks.integer("rank", rank, least=0)
         check_process_set(process_set)
@@ -111,7 +113,7 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
         self.drop_last = checked.drop_last
         self.micro_batches = checked.micro_batches
         self._measured = None if self.evaluation else measured
-        self._blocks_of_refresh = refresh if isinstance(refresh, int) else None
+        self._blocks_of_refresh = None if refresh is None or isinstance(refresh, str) else int(refresh)
         self._on_report = on_report
         self._default = self._planner.workload.cost
         self._wire()
@@ -211,46 +213,13 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
         self._go_to(self._epoch, planned, start)
         return self.course
 
-    def tickets(self, course: Course | None = None) -> Iterator[StepTicket]:
-        """Yield what the optimizer will need to know of each step that a loop goes through, by default the next one.
+    def tickets(self) -> Iterator[StepTicket]:
+        """Yield what the optimizer will need to know of each step of the next iteration."""
+        return self._next_course().tickets(self.world.rank)
 
-        As :meth:`steps` it works a block ahead: asked step by step, between a model's computations, it would find
-        nothing of its own in the processor's caches, and take several times as long.
-        """
-        return self._tickets(course or self._course_from_start())
-
-    def _tickets(self, course: Course) -> Iterator[StepTicket]:
-        for leg, steps in course.blocks():
-            yield from [self._ticket(course, leg, step) for step in steps]
-
-    def steps(self, course: Course | None = None) -> Iterator[list[list[int]]]:
+    def steps(self) -> Iterator[list[list[int]]]:
         """Yield the micro-batches of each step, from where a loaded state has left off."""
-        return self._steps(course or self._course_from_start())
-
-    def _steps(self, course: Course) -> Iterator[list[list[int]]]:
-        rank = self.world.rank
-        for leg, steps in course.blocks():
-            plan = leg.planned.plan
-            batches = (plan.batches(step - leg.first, rank) for step in steps)
-            yield from [[batch.tolist() for batch in of_step] for of_step in batches]
-
-    def _ticket(self, course: Course, leg: Leg, number: int) -> StepTicket:
-        plan, step = leg.planned.plan, number - leg.first
-        rank = self.world.rank
-        part = plan.part(step, rank)
-        divisor = float(plan.divisors[step])
-        divides_by_own = self._planner.options.normalize != "epoch"
-        return StepTicket(
-            course.epoch,
-            number,
-            weights=tuple(plan.factors[part].tolist()),
-            fingerprint=plan.fingerprint,
-            work=tuple(map(self._planner.workload.work, plan.batches(step, rank), plan.lengths[part].tolist())),
-            unit=plan.ranks / divisor if divisor else float(divides_by_own),
-            is_filler=bool(plan.counts[step, rank] == 0),
-            divides_by_own=divides_by_own,
-            is_last=number == course.end - 1,
-        )
+        return self._next_course().batches(self.world.rank)
 
     def __iter__(self) -> Iterator[list[int] | list[list[int]]]:
         """Return an iterator over the steps: a list of indices each, with micro-batches a list of lists."""
@@ -270,7 +239,9 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
         leg = self.course.leg_at(step)
         planned, steps = leg.planned, step - leg.first
         before, consumed = planned.segment.before, planned.consumed(steps)
-        measured = None if self._measured is None else self._measured.state()
+        measured = None
+        if self._measured is not None and self._measured.is_fitted:
+            measured = self._measured.state()
         position = Position(self.epoch, self.speeds, self.batch_size, before, steps, consumed, measured)
         return position.state(self._identity)
 
@@ -320,7 +291,7 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
         self._epoch = epoch
         self._planned = planned
         self._start = start
-        self.course = self._course_from_start()
+        self.course = self._next_course()
         self._left_behind = self.progress.last_begun()  # says nothing of this position
 
     def _adopt_cost(self) -> None:
@@ -328,7 +299,7 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
         if self.progress.feedback is not None:
             self._planner = self.progress.feedback.planner(self._planner)
 
-    def _course_from_start(self) -> Course:
+    def _next_course(self) -> Course:
         """Return a course of its own: to look at its steps changes nothing."""
         return Course(self._epoch, self._planned, self._start)
 
@@ -359,7 +330,7 @@ def _measured(cost: Any, refresh: object) -> tuple[Measured | None, Any]:
     return (None if refresh is None else cost), cost.start
 
 
-def _refuse_training_options(options: PlanOptions, *, is_shuffle_given: bool) -> None:
+def _refuse_training_options(options: PlanOptions, on_report: object, *, is_shuffle_given: bool) -> None:
     """Raise a ValueError for an option that says in which order, or which, samples of an evaluation are taken."""
     order = "an evaluation takes its samples the largest first, so that little is padded"
     contradictions = (
@@ -367,6 +338,7 @@ def _refuse_training_options(options: PlanOptions, *, is_shuffle_given: bool) ->
         ("drop_last=True", options.drop_last, "an evaluation counts every sample"),
         ('reorder="window"', options.reorder == "window", f"{order}; none is left to be moved"),
         (f"first={options.first!r}", options.first is not None, "its largest micro-batch comes first anyway"),
+        ("on_report", on_report is not None, "what it reports is what an optimizer measures"),
     )
     for option, is_given, reason in contradictions:
         if is_given:

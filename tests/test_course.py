@@ -50,7 +50,8 @@ class Loop:
 
     def __init__(self, sampler: chronica.BatchSampler, ahead: int) -> None:
         self.course = sampler.begin()
-        self._indices, self._tickets = sampler.steps(self.course), sampler.tickets(self.course)
+        rank = sampler.world.rank
+        self._indices, self._tickets = self.course.batches(rank), self.course.tickets(rank)
         self._ahead = ahead
         self._fetched: list[list[list[int]]] = []
 

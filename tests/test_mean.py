@@ -404,6 +404,6 @@ def test_nothing_counts_in_the_rest_of_an_epoch_without_weights() -> None:
     resumed.load_state_dict(sampler.state_dict())
     mean = chronica.Mean(resumed)
     for _ in chronica.DataLoader(range(3), batch_sampler=resumed):
-        assert resumed.progress.latest().ticket.unit == 0.0
+        assert resumed.progress.latest().ticket.weights == (0.0,)
         mean.add(5.0)
     assert math.isnan(mean.result())

@@ -397,7 +397,7 @@ INTERVALS = Kind(
     ]
 )
 STATE: dict[str, Kind] = {
-    "version": integer(1, 1),
+    "version": integer(2, 2),
     "epoch": integer(0, LONG - 1),
     "speeds": Kind([*NO_CHOICES[:-1], [], [0], [-1], [1, NAN], [INF], ["1"], [True], [None], [2**70, -1], [10**400]]),
     "batch_size": integer(1, 2**40, 1, 3),
@@ -458,7 +458,7 @@ CALLABLES: dict[str, Entry] = {
     "BatchSampler.set_epoch": Entry(of_set_epoch, {"epoch": integer(0, LONG - 1)}, chronica.BatchSampler.set_epoch),
     "BatchSampler.load_state_dict": Entry(
         of_load_state,
-        {"state": objects({"version": 1}, {"version": 2}, {1: 2}, {"version": NAN}, [("version", 1)])},
+        {"state": objects({"version": 2}, {"version": 1}, {1: 2}, {"version": NAN}, [("version", 1)])},
         chronica.BatchSampler.load_state_dict,
     ),
     "DataLoader": Entry(

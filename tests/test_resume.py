@@ -676,12 +676,19 @@ def malformed() -> list[tuple[str, dict[str, Any] | Any]]:
         "int": [-1, 2**70],
         "tensor": [torch.ones(3)],
     }
-    allowed = {"sizes": "str", "indices": "str", "reorder": "str", "shuffle": "bool", "drop_last": "bool"}
+    allowed = {
+        "sizes": "str",
+        "indices": "str",
+        "reorder": "str",
+        "shuffle": "bool",
+        "drop_last": "bool",
+        "measured": "none",
+    }
     lists = {"speeds", "before", "consumed"}
     for name, (kind, values) in itertools.product(good, types.items()):
         if kind != allowed.get(name, "list" if name in lists else "none of these"):
             wrong += [(f"{name}={value!r}", {**good, name: value}) for value in values]
-    wrong += [(f"version {version}", {**good, "version": version}) for version in (0, 2)]
+    wrong += [(f"version {version}", {**good, "version": version}) for version in (1, 3)]
     for name, values in {
         "speeds": [[], [0.0] * 3, [1.0, -1.0, 1.0], [float("inf")] * 3, ["1"] * 3, [True] * 3, [None], [1.0] * 2**20],
         "batch_size": [0, 2**41, 4],
