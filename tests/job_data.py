@@ -98,7 +98,7 @@ class Data(torch.utils.data.Dataset[int]):
         the sampler in ``state``.
         """
         if state is None and not self.job.moves_samples:
-            return _cut(self.job, self.drawn(epoch)), 0
+            return cut(self.job, self.drawn(epoch)), 0
         sampler = self.sampler(num_replicas=self.job.speeds or self.job.ranks, rank=0)
         if state is None:
             sampler.set_epoch(epoch)
@@ -106,7 +106,7 @@ class Data(torch.utils.data.Dataset[int]):
             sampler.load_state_dict(state)
         plan = sampler.plan
         first = plan.steps - len(sampler)
-        drawn = _cut(self.job, self.drawn(epoch) if first else without(self.drawn(epoch), done))
+        drawn = cut(self.job, self.drawn(epoch) if first else without(self.drawn(epoch), done))
         steps = [step_samples(plan, step) for step in range(plan.steps)] if self.job.moves_samples else drawn
         assert steps[:first] == list(done)[:first]
         assert sorted(map(len, steps)) == sorted(map(len, drawn))
@@ -117,7 +117,7 @@ class Data(torch.utils.data.Dataset[int]):
         return steps, first
 
 
-def _cut(job: Job, samples: list[int]) -> list[list[int]]:
+def cut(job: Job, samples: list[int]) -> list[list[int]]:
     """Return the global batches of samples in the order drawn."""
     size = job.batch_size * job.ranks
     steps = [sorted(samples[first : first + size]) for first in range(0, len(samples), size)]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from job_data import COMPUTES_IN, Data, without
+from job_data import COMPUTES_IN, Data, cut, without
 from job_model import Model, filled, is_trained, networks, trainer
 from job_training import Trained
 from numpy.typing import NDArray
@@ -33,7 +33,7 @@ def reference(job: Job, state: Any = None) -> list[Trained]:
         for epoch in range(begins_in, leg.epochs):
             is_rest = leg is not job and epoch == begins_in
             steps, first = data.steps(epoch, state, done) if is_rest else data.steps(epoch)
-            shares = _shares(data, steps)
+            shares = _shares(data, steps, epoch)
             update: Shares = []
             schedule = leg.schedule(len(trained.taken), len(steps) - first, epoch)
             for step, verdict in enumerate(schedule, first):
@@ -98,12 +98,13 @@ def _evaluation(data: Data, model: Model) -> float:
     return float((weights * losses).sum() / weights.sum())
 
 
-def _shares(data: Data, steps: list[list[int]]) -> list[torch.Tensor]:
+def _shares(data: Data, steps: list[list[int]], epoch: int) -> list[torch.Tensor]:
     """Return what each sample of each step counts in the step's loss."""
     weights, job = data.loss_weights, data.job
     divisors = [float(weights[step].sum()) for step in steps]
-    if job.plan["normalize"] == "epoch" and steps:  # as planned, whatever is true
-        divisors = [float(np.mean([float(data.planned_weights[step].sum()) for step in steps]))] * len(steps)
+    if job.plan["normalize"] == "epoch":  # as planned, whatever is true, and of the whole epoch, whatever is left of it
+        whole = cut(job, data.drawn(epoch))
+        divisors = [float(np.mean([float(data.planned_weights[step].sum()) for step in whole]))] * len(steps)
     if job.loss_weight == "sum":
         divisors = [float(job.ranks)] * len(steps)
     return [

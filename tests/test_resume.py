@@ -570,7 +570,7 @@ def test_a_state_can_be_kept_in_every_usual_way(mode: str) -> None:
         again = resumed(kept, (SPEEDS, 3), **options)
         assert tickets(again) == tickets(stopped)[4:]
     values = [value for entry in state.values() for value in (entry if isinstance(entry, list) else [entry])]
-    assert {type(value) for value in values} <= {int, float, str, bool}
+    assert {type(value) for value in values} <= {int, float, str, bool, type(None)}
 
 
 @every_mode
@@ -587,7 +587,7 @@ def test_a_state_is_equal_on_all_ranks(mode: str) -> None:
 
 def test_a_state_of_a_million_samples_is_small_and_quick() -> None:
     sizes = lognormal(1_000_000, mean=6.0)
-    for options, most in (({}, 400), ({"reorder": "window"}, 60_000), ({"first": "largest"}, 400)):
+    for options, most in (({}, 420), ({"reorder": "window"}, 60_000), ({"first": "largest"}, 420)):
         one = sampler((32, 4), sizes=sizes, **options)
         steps = loader(one).steps()
         for _ in range(40):  # in the middle of a window
