@@ -209,21 +209,21 @@ def _levels(values: Array, least: float) -> Array:
 def _level(values: Array, noise: Array, least: float) -> Array:
     """Return (groups, ranks) the level of each rank, which may change."""
 
-    def error(part: Array) -> Array:
-        # Slow waves are noise too, and not in the differences between neighbours.
-        spread = np.maximum(noise, 1.2 * _kept(part).std(axis=0))
-        return np.asarray(_beyond(len(part)) / math.sqrt(len(part)) * spread)
+    def error(groups: int, spread: Array) -> Array:
+        return np.asarray(_beyond(groups) / math.sqrt(groups) * spread)
 
     best, split = np.zeros(len(noise)), np.zeros(len(noise), np.int64)
     for place in range(LEAST_OF_LEVEL, len(values) - LEAST_OF_LEVEL + 1):
         before, after = values[:place], values[place:]
-        limit = np.maximum(np.hypot(error(before), error(after)), LEAST_STEP * least)
+        limit = np.maximum(np.hypot(error(place, noise), error(len(after), noise)), LEAST_STEP * least)
         # The means of all are what tells where: the others are much the same one group off.
         gain = np.abs(before.mean(axis=0) - after.mean(axis=0)) * math.sqrt(place * len(after))
         is_best = (np.abs(_mean(before) - _mean(after)) > limit) & (gain > best)
         best, split = np.where(is_best, gain, best), np.where(is_best, place, split)
-    mean = _mean(values)
-    levels = np.tile(np.where(np.abs(mean) > np.maximum(error(values), least), mean, 0.0), (len(values), 1))
+    # Slow waves are noise too, and not in the differences between neighbours.
+    spread = np.maximum(noise, 1.2 * _kept(values).std(axis=0))
+    mean, limit = _mean(values), np.maximum(error(len(values), spread), least)
+    levels = np.tile(np.where(np.abs(mean) > limit, mean, 0.0), (len(values), 1))
     for place in set(split.tolist()) - {0}:
         ranks = split == place
         for part in (slice(place), slice(place, None)):
