@@ -47,6 +47,7 @@ class Measured:
         self._default = start or CostModel()
         self._fitted: FittedCost | None = None  # without the ranks' scales
         self._scales: dict[Place, float] = {}
+        self._drifts: dict[Place, float] = {}  # see Outcome.drifts
         self._memory = cells.NONE
         self._comm = 0.0  # as planned with
         self._older_unit = 0.0  # nanoseconds per unit of the model before, which may have planned what is measured
@@ -118,10 +119,12 @@ class Measured:
         before = self.model(self._default, places, len(places), speeds)
         unpacked = [Row.unpack(row) for row in rows]
         scales = self._scales_now()
-        outcome = refit(unpacked, self._fitted or self._default, scales, self._memory, self._default)
+        drifts = [self._drifts.get(place, 0.0) for place in self._places]
+        outcome = refit(unpacked, self._fitted or self._default, scales, drifts, self._memory, self._default)
         if outcome is None:
             return before
         self._memory = outcome.memory
+        self._drifts |= zip(self._places, outcome.drifts, strict=True)
         step_time = max(row.step_time for row in unpacked if row is not None)
         comm = self._allreduce(waits, tails, outcome.unit_before, step_time)
         # As it was planned with: where all compute has become slower, so would the allreduce have, for the plan.
@@ -193,7 +196,8 @@ class Measured:
         fitted = self._fitted
         return {
             "fitted": None if fitted is None else {name: getattr(fitted, name) for name in _FITTED},
-            "scales": [[host, local, scale] for (host, local), scale in self._scales.items()],
+            "scales": [[*place, scale] for place, scale in self._scales.items()],
+            "drifts": [[*place, drift] for place, drift in self._drifts.items()],
             "memory": self._memory.tolist(),
             "older_unit": self._older_unit,
         }
@@ -210,14 +214,17 @@ class Measured:
             raise TypeError(
                 f"the state of a measured cost must be a dict, not {state!r} of type {type(state).__name__}"
             )
-        keys = {"fitted", "scales", "memory", "older_unit"}
+        keys = {"fitted", "scales", "drifts", "memory", "older_unit"}
         if set(state) != keys:
             raise ValueError(f"the state of a measured cost must have the keys {sorted(keys)}, not {list(state)}")
         fitted = _loaded_fit(state["fitted"])
-        scales = _loaded_scales(state["scales"])
+        scales, drifts = (_of_places(name, state[name]) for name in ("scales", "drifts"))
+        if any(scale <= 0.0 for scale in scales.values()):
+            raise ValueError(f"scales of the state must be positive, not {state['scales']!r}")
         memory = _loaded_memory(state["memory"])
         older_unit = checks.real("older_unit of the state", state["older_unit"], least=0.0)
-        self._fitted, self._scales, self._memory, self._older_unit = fitted, scales, memory, older_unit
+        self._fitted, self._scales, self._drifts = fitted, scales, drifts
+        self._memory, self._older_unit = memory, older_unit
         self._comm = 0.0 if fitted is None else fitted.comm
         self._model = None
 
@@ -233,16 +240,16 @@ def _loaded_fit(value: Any) -> FittedCost | None:
     return FittedCost(**value)
 
 
-def _loaded_scales(value: Any) -> dict[Place, float]:
+def _of_places(name: str, value: Any) -> dict[Place, float]:
     if not isinstance(value, list | tuple) or not all(isinstance(one, list | tuple) and len(one) == 3 for one in value):
-        raise TypeError(f"scales of the state must be a list of [host, local rank, scale], not {value!r}")
-    scales = {}
-    for host, local, scale in value:
-        place = (checks.integer("a host of the state", host), checks.integer("a local rank of the state", local))
-        scales[place] = checks.real("a scale of the state", scale)
-        if scales[place] <= 0.0:
-            raise ValueError(f"a scale of the state must be positive, not {scale}")
-    return scales
+        raise TypeError(f"{name} of the state must be a list of [host, local rank, number], not {value!r}")
+    return {
+        (
+            checks.integer(f"a host in {name} of the state", host),
+            checks.integer(f"a local rank in {name}", local),
+        ): checks.real(f"a number in {name} of the state", number)
+        for host, local, number in value
+    }
 
 
 def _loaded_memory(value: Any) -> cells.Cells:
