@@ -17,7 +17,7 @@ from chronica_hvd.cost import CostModel, FittedCost, coefficients_of, cost_of_wo
 from chronica_hvd.rows import ROW, Row, summarize
 from chronica_hvd.shape import at_level, bounded, compare, difference, fit_shape, levels, predicts_anything, scaled
 
-__all__ = ["ROW", "Outcome", "Row", "fit_records", "fitted_cost", "refit", "summarize"]
+__all__ = ["ROW", "Outcome", "Row", "fit_records", "fitted_cost", "lower_median", "refit", "summarize"]
 
 #: A change of less than this, of a rank's speed or of what micro-batches take, leaves the plan alone.
 LEAST_CHANGE = 0.02
@@ -164,7 +164,7 @@ def refit(
     is_new = shape is not current
     steady, drifting = _steady(shape, of_ranks, scales, drifts, rows)
     remembered = _remembered(shape, of_ranks, kept)
-    pauses = _lower_median([row.pauses for row in rows if row is not None])
+    pauses = lower_median([row.pauses for row in rows if row is not None])
     typical = [
         level / (row.pauses if row else 1.0) for level, row in zip(levels(best[0], halves[0]), rows, strict=True)
     ]
@@ -184,10 +184,11 @@ def refit(
 def _unit(model: CostModel, of_ranks: Sequence[Cells], scales: Sequence[float]) -> float:
     """Return nanoseconds per unit of the model on a rank of scale 1: the lower median, which is one rank's."""
     ratios = [level / scale for level, scale in zip(levels(model, of_ranks), scales, strict=True) if level > 0.0]
-    return _lower_median(ratios) if ratios else 1.0
+    return lower_median(ratios) if ratios else 1.0
 
 
-def _lower_median(values: list[float]) -> float:
+def lower_median(values: list[float]) -> float:
+    """Return the median, of two in the middle the lesser: one of the values."""
     return sorted(values)[(len(values) - 1) // 2]
 
 
@@ -212,7 +213,7 @@ def _steady(
         drifting[rank] = (errors + drifts[rank]) / math.sqrt(2.0)
         if abs(change) > LEAST_CHANGE and max(abs(errors), abs(drifting[rank])) > CERTAINTY_OF_SPEED:
             steady[rank], drifting[rank] = scales[rank] * (1.0 + change), 0.0
-    middle = _lower_median(steady)
+    middle = lower_median(steady)
     return [min(max(scale, middle / LARGEST_SCALE), middle * LARGEST_SCALE) for scale in steady], drifting
 
 
@@ -253,8 +254,7 @@ def fit_records(records: Any, start: CostModel | None) -> FittedCost:
 
 def fitted_cost(outcome: Outcome, *, has_scale: bool = True, comm: float = 0.0) -> FittedCost:
     """Return an outcome in nanoseconds, the median rank's scale being 1."""
-    ascending = sorted(outcome.scales)
-    middle = (ascending[(len(ascending) - 1) // 2] + ascending[len(ascending) // 2]) / 2.0
+    middle = lower_median(outcome.scales)
     shape = scaled(outcome.shape, outcome.unit * middle)
     return FittedCost(
         *coefficients_of(shape),

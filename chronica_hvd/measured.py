@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chronica_hvd import cells, checks
-from chronica_hvd.cost import CostModel, FittedCost
-from chronica_hvd.fit import Row, fitted_cost, refit
+from chronica_hvd.cost import CostModel, FittedCost, coefficients_of
+from chronica_hvd.fit import Row, fitted_cost, lower_median, refit
 
 #: Host number and local rank.
 Place = tuple[int, int]
@@ -21,6 +21,8 @@ Place = tuple[int, int]
 LEAST_WAIT = 0.05
 #: The allreduce's duration is changed where it is off by more than this share of itself.
 LEAST_COMM_CHANGE = 0.2
+#: Scales that differ by less do so by rounding.
+ROUNDING = 1e-9
 
 
 class Measured:
@@ -161,7 +163,19 @@ class Measured:
         if self._fitted is None:
             return self._default
         scale = [one * speed for one, speed in zip(self._scales_now(), self._speeds, strict=True)]
-        return dataclasses.replace(self._fitted, rank_scale=None if all(one == 1.0 for one in scale) else scale)
+        middle = lower_median(scale)
+        scale = [one / middle for one in scale]
+        is_even = all(abs(one - 1.0) < ROUNDING for one in scale)
+        fixed, per_sample, per_size, per_size2 = (one * middle for one in coefficients_of(self._fitted))
+        return dataclasses.replace(
+            self._fitted,
+            fixed=fixed,
+            per_sample=per_sample,
+            per_size=per_size,
+            per_size2=per_size2,
+            floor=self._fitted.floor * middle,
+            rank_scale=None if is_even else scale,
+        )
 
     def _allreduce(self, waits: Sequence[float], tails: Sequence[float], unit: float, step_time: float) -> float:
         """Return the duration of the allreduce in nanoseconds.
@@ -243,13 +257,14 @@ def _loaded_fit(value: Any) -> FittedCost | None:
 def _of_places(name: str, value: Any) -> dict[Place, float]:
     if not isinstance(value, list | tuple) or not all(isinstance(one, list | tuple) and len(one) == 3 for one in value):
         raise TypeError(f"{name} of the state must be a list of [host, local rank, number], not {value!r}")
-    return {
-        (
+    numbers = {}
+    for host, local, number in value:
+        place = (
             checks.integer(f"a host in {name} of the state", host),
-            checks.integer(f"a local rank in {name}", local),
-        ): checks.real(f"a number in {name} of the state", number)
-        for host, local, number in value
-    }
+            checks.integer(f"a local rank in {name} of the state", local),
+        )
+        numbers[place] = checks.real(f"a number in {name} of the state", number)
+    return numbers
 
 
 def _loaded_memory(value: Any) -> cells.Cells:
