@@ -15,9 +15,9 @@ from chronica_hvd import cells, checks
 from chronica_hvd.cells import Cells
 from chronica_hvd.cost import CostModel, FittedCost, coefficients_of, cost_of_work
 from chronica_hvd.rows import ROW, Row, summarize
-from chronica_hvd.shape import at_level, compare, difference, fit_shape, levels, predicts_anything, scaled
+from chronica_hvd.shape import at_level, bounded, compare, difference, fit_shape, levels, predicts_anything, scaled
 
-__all__ = ["ROW", "Outcome", "Row", "fit_records", "fitted_cost", "refit", "summarize"]
+__all__ = ["ROW", "Outcome", "Row", "fit_records", "fitted_cost", "lower_median", "refit", "summarize"]
 
 #: A change of less than this, of a rank's speed or of what micro-batches take, leaves the plan alone.
 LEAST_CHANGE = 0.02
@@ -42,6 +42,8 @@ class Outcome(NamedTuple):
         Nanoseconds per unit of ``shape``, and of the model before, on a rank of scale 1, pauses aside.
     scales
         (ranks,) how many times longer than predicted each rank takes; the same floats as before where within the noise.
+    drifts
+        (ranks,) by how many standard errors each scale has been off, in this and, ever less, in earlier refreshes.
     is_new
         Whether the shape is another one.
     memory
@@ -56,6 +58,7 @@ class Outcome(NamedTuple):
     unit: float
     unit_before: float
     scales: list[float]
+    drifts: list[float]
     is_new: bool
     memory: Cells
     records: int
@@ -70,6 +73,7 @@ def refit(
     rows: Sequence[Row | None],
     current: CostModel,
     scales: Sequence[float],
+    drifts: Sequence[float],
     memory: Cells,
     start: CostModel,
     *,
@@ -85,6 +89,8 @@ def refit(
         The model so far, ``rank_scale`` aside; where nothing else predicts held-out cells better, it stays.
     scales
         (ranks,) so far.
+    drifts
+        (ranks,) as in the outcome before; 0 at first.
     memory
         Cells of earlier refreshes.
     start
@@ -108,7 +114,8 @@ def refit(
         groups = [cells.merge(np.vstack([cells.NONE, *others]), POOLED_CELLS), *(own[rank] for rank in sorted(changed))]
         factors = [1.0, *(begin[rank] for rank in sorted(changed)), level]
         free = range(1, len(factors))
-        return fit_shape([*groups, remembered], current, factors, free, with_floor=with_floor)
+        shape = fit_shape([*groups, remembered], current, factors, free, with_floor=with_floor)
+        return bounded(shape, start, np.vstack([*groups, remembered]))
 
     def whole(remembered: Cells, with_floor: bool) -> tuple[CostModel, set[int]]:
         """Return the fit to all, and the ranks that have changed by it.
@@ -119,7 +126,7 @@ def refit(
         changed: set[int] = set()
         for _ in range(MOST_TURNS):
             model = fit_to(of_ranks, remembered, changed, with_floor)
-            steady = _steady(model, of_ranks, scales, rows)
+            steady, _ = _steady(model, of_ranks, scales, drifts, rows)
             now = {rank for rank in range(len(rows)) if steady[rank] != scales[rank]}
             if now == changed:
                 break
@@ -132,7 +139,7 @@ def refit(
 
     best: Fits = (current, current, current)
     kept = memory
-    if certainty > 0.0 and _steady(current, of_ranks, scales, rows) != list(scales):
+    if certainty > 0.0 and _steady(current, of_ranks, scales, drifts, rows)[0] != list(scales):
         certainty = min(certainty, 1.0)  # the plan changes anyway
     additive, floored = whole(memory, with_floor=False), whole(memory, with_floor=True)
     has_floor = floored[0].floor > 0.0
@@ -155,9 +162,9 @@ def refit(
                 best = contender
     shape = best[2]
     is_new = shape is not current
-    steady = _steady(shape, of_ranks, scales, rows)
+    steady, drifting = _steady(shape, of_ranks, scales, drifts, rows)
     remembered = _remembered(shape, of_ranks, kept)
-    pauses = _lower_median([row.pauses for row in rows if row is not None])
+    pauses = lower_median([row.pauses for row in rows if row is not None])
     typical = [
         level / (row.pauses if row else 1.0) for level, row in zip(levels(best[0], halves[0]), rows, strict=True)
     ]
@@ -166,6 +173,7 @@ def refit(
         _unit(shape, of_ranks, steady) / pauses,
         _unit(current, of_ranks, scales) / pauses,
         steady,
+        drifting,
         is_new,
         remembered,
         round(math.fsum(remembered[:, 0].tolist())),
@@ -176,29 +184,37 @@ def refit(
 def _unit(model: CostModel, of_ranks: Sequence[Cells], scales: Sequence[float]) -> float:
     """Return nanoseconds per unit of the model on a rank of scale 1: the lower median, which is one rank's."""
     ratios = [level / scale for level, scale in zip(levels(model, of_ranks), scales, strict=True) if level > 0.0]
-    return _lower_median(ratios) if ratios else 1.0
+    return lower_median(ratios) if ratios else 1.0
 
 
-def _lower_median(values: list[float]) -> float:
+def lower_median(values: list[float]) -> float:
+    """Return the median, of two in the middle the lesser: one of the values."""
     return sorted(values)[(len(values) - 1) // 2]
 
 
 def _steady(
-    model: CostModel, of_ranks: Sequence[Cells], scales: Sequence[float], rows: Sequence[Row | None]
-) -> list[float]:
-    """Return the ranks' scales, those changed that are off by more than the noise."""
+    model: CostModel,
+    of_ranks: Sequence[Cells],
+    scales: Sequence[float],
+    drifts: Sequence[float],
+    rows: Sequence[Row | None],
+) -> tuple[list[float], list[float]]:
+    """Return the ranks' scales, changed where off by more than the noise, now or again and again; and the drifts."""
     relative = [level / scale for level, scale in zip(levels(model, of_ranks), scales, strict=True)]
     unit = _unit(model, of_ranks, scales)
     error = max((row.error for row, one in zip(rows, relative, strict=True) if row and one == unit), default=0.0)
-    steady = list(scales)
+    steady, drifting = list(scales), list(drifts)
     for rank, row in enumerate(rows):
         if row is None or relative[rank] <= 0.0:
             continue
-        change = relative[rank] / unit
-        if abs(change - 1.0) > max(LEAST_CHANGE, CERTAINTY_OF_SPEED * math.sqrt(row.error * row.error + error * error)):
-            steady[rank] = scales[rank] * change
-    middle = _lower_median(steady)
-    return [min(max(scale, middle / LARGEST_SCALE), middle * LARGEST_SCALE) for scale in steady]
+        change = relative[rank] / unit - 1.0
+        errors = change / max(LEAST_CHANGE / CERTAINTY_OF_SPEED, math.sqrt(row.error * row.error + error * error))
+        # Of errors that are independent and of variance 1, this too has a variance of 1 in the end.
+        drifting[rank] = (errors + drifts[rank]) / math.sqrt(2.0)
+        if abs(change) > LEAST_CHANGE and max(abs(errors), abs(drifting[rank])) > CERTAINTY_OF_SPEED:
+            steady[rank], drifting[rank] = scales[rank] * (1.0 + change), 0.0
+    middle = lower_median(steady)
+    return [min(max(scale, middle / LARGEST_SCALE), middle * LARGEST_SCALE) for scale in steady], drifting
 
 
 def _is_better(model: Fits, than: Fits, halves: Sequence[Sequence[Cells]], certainty: float) -> bool:
@@ -230,7 +246,7 @@ def fit_records(records: Any, start: CostModel | None) -> FittedCost:
         _check(array)
     begin = scaled(start or CostModel(), 1.0)
     rows = [Row.unpack(summarize(array, begin)) for array in arrays]
-    outcome = refit(rows, begin, [1.0] * len(rows), cells.NONE, begin, certainty=0.0)
+    outcome = refit(rows, begin, [1.0] * len(rows), [0.0] * len(rows), cells.NONE, begin, certainty=0.0)
     if outcome is None:
         raise ValueError("the records say nothing that could be fitted")
     return fitted_cost(outcome, has_scale=not is_one)
@@ -238,8 +254,7 @@ def fit_records(records: Any, start: CostModel | None) -> FittedCost:
 
 def fitted_cost(outcome: Outcome, *, has_scale: bool = True, comm: float = 0.0) -> FittedCost:
     """Return an outcome in nanoseconds, the median rank's scale being 1."""
-    ascending = sorted(outcome.scales)
-    middle = (ascending[(len(ascending) - 1) // 2] + ascending[len(ascending) // 2]) / 2.0
+    middle = lower_median(outcome.scales)
     shape = scaled(outcome.shape, outcome.unit * middle)
     return FittedCost(
         *coefficients_of(shape),

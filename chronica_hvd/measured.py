@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chronica_hvd import allreduce, cells, checks
-from chronica_hvd.cost import CostModel, FittedCost
-from chronica_hvd.fit import Row, fitted_cost, refit
+from chronica_hvd.cost import CostModel, FittedCost, coefficients_of
+from chronica_hvd.fit import Row, fitted_cost, lower_median, refit
 
 #: Host number and local rank.
 Place = tuple[int, int]
@@ -20,6 +20,8 @@ Place = tuple[int, int]
 LEAST_WAIT = 0.05
 #: The allreduce's duration is changed where it is off by more than this share of itself.
 LEAST_COMM_CHANGE = 0.2
+#: Scales that differ by less do so by rounding.
+ROUNDING = 1e-9
 
 
 class Measured:
@@ -46,6 +48,7 @@ class Measured:
         self._default = start or CostModel()
         self._fitted: FittedCost | None = None  # without the ranks' scales
         self._scales: dict[Place, float] = {}
+        self._drifts: dict[Place, float] = {}  # see Outcome.drifts
         self._memory = cells.NONE
         self._comm = 0.0  # as planned with
         self._places: tuple[Place, ...] = ()
@@ -121,10 +124,12 @@ class Measured:
         before = self.model(self._default, places, len(places), speeds)
         unpacked = [Row.unpack(row) for row in rows]
         scales = self._scales_now()
-        outcome = refit(unpacked, self._fitted or self._default, scales, self._memory, self._default)
+        drifts = [self._drifts.get(place, 0.0) for place in self._places]
+        outcome = refit(unpacked, self._fitted or self._default, scales, drifts, self._memory, self._default)
         if outcome is None:
             return before
         self._memory = outcome.memory
+        self._drifts |= zip(self._places, outcome.drifts, strict=True)
         step_time = max(row.step_time for row in unpacked if row is not None)
         comm = allreduce.duration(waits, tails, self._comm)
         # As it was planned with: where all compute has become slower, so would the allreduce have, for the plan.
@@ -160,14 +165,27 @@ class Measured:
         if self._fitted is None:
             return self._default
         scale = [one * speed for one, speed in zip(self._scales_now(), self._speeds, strict=True)]
-        return dataclasses.replace(self._fitted, rank_scale=None if all(one == 1.0 for one in scale) else scale)
+        middle = lower_median(scale)
+        scale = [one / middle for one in scale]
+        is_even = all(abs(one - 1.0) < ROUNDING for one in scale)
+        fixed, per_sample, per_size, per_size2 = (one * middle for one in coefficients_of(self._fitted))
+        return dataclasses.replace(
+            self._fitted,
+            fixed=fixed,
+            per_sample=per_sample,
+            per_size=per_size,
+            per_size2=per_size2,
+            floor=self._fitted.floor * middle,
+            rank_scale=None if is_even else scale,
+        )
 
     def state(self) -> dict[str, Any]:
         """Return what has been learnt, made of dicts, lists, numbers and strings only."""
         fitted = self._fitted
         return {
             "fitted": None if fitted is None else {name: getattr(fitted, name) for name in _FITTED},
-            "scales": [[host, local, scale] for (host, local), scale in self._scales.items()],
+            "scales": [[*place, scale] for place, scale in self._scales.items()],
+            "drifts": [[*place, drift] for place, drift in self._drifts.items()],
             "memory": self._memory.tolist(),
         }
 
@@ -183,13 +201,15 @@ class Measured:
             raise TypeError(
                 f"the state of a measured cost must be a dict, not {state!r} of type {type(state).__name__}"
             )
-        keys = {"fitted", "scales", "memory"}
+        keys = {"fitted", "scales", "drifts", "memory"}
         if set(state) != keys:
             raise ValueError(f"the state of a measured cost must have the keys {sorted(keys)}, not {list(state)}")
         fitted = _loaded_fit(state["fitted"])
-        scales = _loaded_scales(state["scales"])
+        scales, drifts = (_of_places(name, state[name]) for name in ("scales", "drifts"))
+        if any(scale <= 0.0 for scale in scales.values()):
+            raise ValueError(f"scales of the state must be positive, not {state['scales']!r}")
         memory = _loaded_memory(state["memory"])
-        self._fitted, self._scales, self._memory = fitted, scales, memory
+        self._fitted, self._scales, self._drifts, self._memory = fitted, scales, drifts, memory
         self._comm = 0.0 if fitted is None else fitted.comm
         self._model = None
 
@@ -205,16 +225,17 @@ def _loaded_fit(value: Any) -> FittedCost | None:
     return FittedCost(**value)
 
 
-def _loaded_scales(value: Any) -> dict[Place, float]:
+def _of_places(name: str, value: Any) -> dict[Place, float]:
     if not isinstance(value, list | tuple) or not all(isinstance(one, list | tuple) and len(one) == 3 for one in value):
-        raise TypeError(f"scales of the state must be a list of [host, local rank, scale], not {value!r}")
-    scales = {}
-    for host, local, scale in value:
-        place = (checks.integer("a host of the state", host), checks.integer("a local rank of the state", local))
-        scales[place] = checks.real("a scale of the state", scale)
-        if scales[place] <= 0.0:
-            raise ValueError(f"a scale of the state must be positive, not {scale}")
-    return scales
+        raise TypeError(f"{name} of the state must be a list of [host, local rank, number], not {value!r}")
+    numbers = {}
+    for host, local, number in value:
+        place = (
+            checks.integer(f"a host in {name} of the state", host),
+            checks.integer(f"a local rank in {name} of the state", local),
+        )
+        numbers[place] = checks.real(f"a number in {name} of the state", number)
+    return numbers
 
 
 def _loaded_memory(value: Any) -> cells.Cells:

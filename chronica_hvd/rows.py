@@ -23,7 +23,7 @@ GROUPS = 8
 #: No number of a row is as large: int64's squares, nor NaN.
 LARGEST = 1e40
 #: So many deviations from the rest a record is an outlier.
-OUTLIER = 4.0
+OUTLIER = 3.0
 #: Errors are relative to what is predicted; of less than this share of the mean, to that.
 LEAST_SHARE = 0.1
 
@@ -130,15 +130,16 @@ def _robust_fit(
     if not (predicted > 0.0).all():
         predicted = np.ones_like(time)
     is_kept = np.ones(time.size, dtype=np.bool_)
-    for turn in range(6):
+    for turn in range(10):
         error = time / predicted
         middle = float(np.median(error))
         predicted = predicted * middle
         error = error / middle - 1.0
         spread = max(1.4826 * float(np.median(np.abs(error))), 1e-3)
         is_kept = np.abs(error) <= OUTLIER * spread
-        # At first whatever deviates counts less (Huber), then outliers count nothing.
-        weight = np.minimum(1.0, spread / np.maximum(np.abs(error), spread)) if turn < 3 else is_kept.astype(np.float64)
+        # At first what deviates more than most counts less, so that even a third of outliers bends nothing; then not.
+        softly = np.minimum(1.0, spread / np.maximum(np.abs(error), spread)) ** 2
+        weight = softly if turn < 7 else is_kept.astype(np.float64)
         weighted = columns * (weight / np.maximum(predicted, LEAST_SHARE * float(predicted.mean())) ** 2)
         sums = Sums((weighted @ columns.T).tolist(), (weighted @ time).tolist(), float(weighted[0] @ (time * time)))
         fitted = np.asarray(solve(sums)) @ columns

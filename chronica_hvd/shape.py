@@ -21,6 +21,8 @@ FEW_RECORDS = 32
 EXPECTED_CHANGE = 0.3
 #: Errors are relative to what is predicted; of what takes less than this share of the mean, to that: it matters less.
 LEAST_SHARE = 0.1
+#: Where less than this share of the time depends on the work, it is not known how; see :func:`bounded`.
+LEAST_VARYING, BEYOND_LARGEST = 0.15, 1.5
 #: Shape and free factors are found by turns, at most so many.
 MOST_ROUNDS = 20
 
@@ -65,6 +67,21 @@ def fit_shape(
         at_one = [at_level(group, 1.0 / factor) for group, factor in zip(cells, now, strict=True)]
         shape = _with_floor(np.vstack(at_one), shape)
     return shape
+
+
+def bounded(shape: CostModel, start: CostModel, cells: Cells) -> CostModel:
+    """Return the shape, or where it says that all cells take about the same time, a floor with the start above it.
+
+    What micro-batches cost that are larger than any measured is not known then, and must not be taken to be nothing: a
+    plan would put everything into them. The floor ends somewhat beyond the largest cell, so that larger ones are tried.
+    """
+    predicted, by_start = _predicted(shape, cells), _predicted(start, cells)
+    mean = _weighted_mean(cells[:, 0], predicted)
+    largest = BEYOND_LARGEST * float(by_start.max(initial=0.0))
+    varies = mean - max(shape.fixed, shape.floor)
+    if varies >= LEAST_VARYING * mean or largest <= 0.0 or by_start.max() == by_start.min():
+        return shape
+    return additive([one * mean / largest for one in coefficients_of(start)], floor=mean)
 
 
 def compare(better: CostModel, than: CostModel, halves: Sequence[Cells]) -> tuple[float, float]:
