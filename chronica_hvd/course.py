@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chronica_hvd.blocks import BLOCK_STEPS
-from chronica_hvd.cost import CostModel
+from chronica_hvd.cost import CostModel, cost_of_work
 from chronica_hvd.planned import Planned
 from chronica_hvd.planner import Planner
 from chronica_hvd.plans import Plan
@@ -87,6 +87,21 @@ class Course:
             of_leg = range(max(steps.start, leg.first), min(steps.stop, end))
             if of_leg:
                 yield leg, of_leg
+
+    def expected(self, steps: range, model: CostModel) -> NDArray[np.float64]:
+        """Return (steps, ranks) what a model expects, on ranks that are as fast as the plan was told."""
+        expected = [np.empty((0, self.plan.ranks))]
+        for leg, of_leg in self.stretches(steps):
+            plan, work = leg.planned.plan, leg.planned.planner.workload
+            first = (of_leg.start - leg.first) * plan.ranks
+            parts = plan.parts[first : first + len(of_leg) * plan.ranks + 1]
+            offsets = plan.offsets[parts[0] : parts[-1] + 1]
+            amounts = work.works(
+                plan.indices[offsets[0] : offsets[-1]], offsets - offsets[0], plan.lengths[parts[0] : parts[-1]]
+            )
+            costs = np.add.reduceat(cost_of_work(model, *amounts), parts[:-1] - parts[0])
+            expected.append(costs.reshape(-1, plan.ranks) / np.asarray(work.speeds))
+        return np.concatenate(expected)
 
     def holds(self, ticket: StepTicket) -> bool:
         """Whether a step that was handed out is one of this course."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,9 +32,9 @@ class Feedback:
     world
         The ranks.
     measured
-        The cost that follows what was measured; ``None``: it is only reported.
+        The cost that follows what was measured; ``None``: plans do not follow.
     default
-        What the measured cost starts from, if it does not know better.
+        The cost as given: what the measured one starts from, if it does not know better.
     blocks
         So many blocks of steps make a refresh within an epoch; ``None``: none is made there.
     on_report
@@ -46,13 +45,14 @@ class Feedback:
         self,
         world: World,
         measured: Measured | None,
-        default: Any,
+        default: CostModel | NDArray[np.float64],
         blocks: int | None = None,
         on_report: Callable[[EpochReport], object] | None = None,
     ) -> None:
         self._world = world
-        self._measured = measured
-        self._default = default
+        self._default = default if isinstance(default, CostModel) else CostModel()
+        self._measured = measured or Measured(self._default)
+        self._plans = measured is not None
         self._blocks = blocks
         self._on_report = on_report
         self._leader: Timing | None = None
@@ -86,7 +86,7 @@ class Feedback:
     def planner(self, planner: Planner) -> Planner:
         """Return who plans from now on: this ``planner``, unless what was measured has changed the cost."""
         model = self._model(planner)
-        if model is None or model is planner.workload.cost:
+        if not self._plans or model is planner.workload.cost:
             return planner
         try:
             return planner.with_cost(model)
@@ -118,14 +118,12 @@ class Feedback:
         self._places = told.places
         if self._on_report is not None:
             self._times.append(told.times)
-        if self._measured is not None:
-            wire = np.fmin.reduce(told.times.wait, axis=1)
-            self._measured.follow(told.summaries, told.places, wire.tolist(), self._last_backwards(told.times).tolist())
-            block = self._window.stop // BLOCK_STEPS
-            if self._blocks is not None and block % self._blocks == 0:
-                planner = self.planner(self._course.planner)
-                if planner is not self._course.planner:
-                    self._course.renew(planner, told.granted)
+        wire = np.fmin.reduce(told.times.wait, axis=1)
+        self._measured.follow(told.summaries, told.places, wire.tolist(), self._last_backwards(told.times))
+        if self._blocks is not None and self._window.stop // BLOCK_STEPS % self._blocks == 0:
+            planner = self.planner(self._course.planner)
+            if planner is not self._course.planner:
+                self._course.renew(planner, told.granted)
         ticket = closing[-1].ticket
         if ticket.is_last and self._on_report is not None:
             self._report = self._make_report(ticket.epoch)
@@ -138,44 +136,37 @@ class Feedback:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _model(self, planner: Planner) -> CostModel | None:
-        """Return the cost to plan with from now on, the same on every rank; ``None``: as given."""
-        if self._measured is None:
-            return None
+    def _model(self, planner: Planner) -> CostModel:
+        """Return what was measured as a cost, the same on every rank."""
         speeds = planner.workload.speeds
         return self._measured.model(self._default, self._places, len(speeds), speeds)
 
     def _make_report(self, epoch: int) -> EpochReport:
         assert self._course is not None
+        steps = range(self._course.start, self._window.stop)
+        stretches = list(self._course.stretches(steps))
+        loads = [leg.planned.plan.loads[of_leg.start - leg.first :][: len(of_leg)] for leg, of_leg in stretches]
+        # A plan deals samples to ranks by their sizes: by its own model's errors a rank would look slow or fast.
+        model = self._model(self._course.planner)
         times = StepTimes(*map(np.concatenate, zip(*self._times, strict=True)))
-        loads, _, rank_scale = self._planned(range(self._course.start, self._window.stop), times.compute)
-        return EpochReport.from_times(epoch, *times, loads, rank_scale)
+        expected = self._course.expected(steps, model)
+        return EpochReport.from_times(epoch, *times, np.concatenate(loads), expected=expected)
 
-    def _last_backwards(self, times: StepTimes) -> NDArray[np.float64]:
-        """Return (steps,) how long the allreduce could overlap with the last backward pass, as planned, in ns."""
-        loads, tails, _ = self._planned(self._window, times.compute)
-        overlap: NDArray[np.float64] = loads.max(axis=1) - (loads - tails).max(axis=1)
-        return overlap
-
-    def _planned(self, steps: range, compute: NDArray[np.float64]) -> list[NDArray[np.float64]]:
-        """Return (steps, ranks) loads and tails in ns, and the rank_scale that they were planned with.
-
-        The cost has a unit of its own, or was fitted when all ranks were slower: on the whole it is taken to be right.
-        """
+    def _last_backwards(self, times: StepTimes) -> list[float]:
+        """Return how long the allreduce could overlap with the last backward pass in each step, as planned, in ns."""
         assert self._course is not None
-        parts = [(np.empty((0, self._world.size)),) * 3]
-        for leg, of_leg in self._course.stretches(steps):
-            plan, cost = leg.planned.plan, leg.planned.planner.workload.cost
+        overlaps: list[float] = []
+        for leg, of_leg in self._course.stretches(self._window):
             rows = slice(of_leg.start - leg.first, of_leg.stop - leg.first)
-            loads = plan.loads[rows]
-            ns_per_unit = _ratio(compute[of_leg.start - steps.start : of_leg.stop - steps.start], loads)
-            scale = cost.rank_scale if isinstance(cost, CostModel) and cost.rank_scale else 1.0
-            parts.append((loads * ns_per_unit, plan.tails[rows] * ns_per_unit, np.broadcast_to(scale, loads.shape)))
-        return [np.concatenate(of_kind) for of_kind in zip(*parts, strict=True)]
+            loads, tails = leg.planned.plan.loads[rows], leg.planned.plan.tails[rows]
+            overlap = loads.max(axis=1) - (loads - tails).max(axis=1)
+            first = of_leg.start - self._window.start
+            overlaps += (overlap * _ratio(times.compute[first : first + len(of_leg)], loads)).tolist()
+        return overlaps
 
 
 def _ratio(measured: NDArray[np.float64], planned: NDArray[np.float64]) -> float:
-    """Return the sum of what was measured ÷ that of what was planned for it; bit for bit the same on every machine."""
+    """Return nanoseconds per unit of a plan, which is taken to be right on the whole; the same bits everywhere."""
     is_known = ~np.isnan(measured)
     total = math.fsum(planned[is_known].tolist())
     return math.fsum(measured[is_known].tolist()) / total if total > 0.0 else 0.0

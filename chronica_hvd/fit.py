@@ -227,11 +227,12 @@ def _remembered(shape: CostModel, of_ranks: Sequence[Cells], memory: Cells) -> C
     """Return cells for the next refresh, at the level of the shape: those of now, and older ones that count less."""
     older = memory.copy()
     older[:, 0] *= MEMORY_KEPT
-    groups = [group for group in (older, *of_ranks) if len(group)]
-    return cells.merge(
-        np.vstack([at_level(group, 1.0 / level) for group, level in zip(groups, levels(shape, groups), strict=True)]),
-        MEMORY_CELLS,
-    )
+    groups = (older, *of_ranks)
+    # A group may be empty, or all its micro-batches be predicted to take no time.
+    at_shape = [
+        at_level(group, 1.0 / level) for group, level in zip(groups, levels(shape, groups), strict=True) if level
+    ]
+    return cells.merge(np.vstack(at_shape or [cells.NONE]), MEMORY_CELLS)
 
 
 def fit_records(records: Any, start: CostModel | None) -> FittedCost:

@@ -98,7 +98,7 @@ class Telemetry:
         self._later: list[NDArray[Any]] = []  # records of steps that were not told of yet
         self._reader.steps()
 
-    def row(self, steps: range, micro_batches: int, granted: int, model: CostModel | None) -> NDArray[np.float64]:
+    def row(self, steps: range, micro_batches: int, granted: int, model: CostModel) -> NDArray[np.float64]:
         """Return what is new, of these ``steps``: the finished ones, and the last one if that is about to be.
 
         Parameters
@@ -106,15 +106,15 @@ class Telemetry:
         micro_batches
             Of the last step, if it is not finished.
         model
-            The cost that all ranks agree on; ``None``: no cost is to be fitted.
+            The cost that all ranks agree on.
         """
         records = np.concatenate([*self._later, self._reader.micro_batches()])
         # A device may finish what it was given in a loop before this one.
         records = records[records["start_ns"] >= self._begun_ns]
         is_later = records["step"] >= steps.stop
         self._later, records = [records[is_later]], records[~is_later]
-        summary = np.zeros(fit.ROW) if model is None else fit.summarize(records, model)
-        return np.concatenate([[*self._place, granted], summary, *self._times(steps, micro_batches, records)])
+        times = self._times(steps, micro_batches, records)
+        return np.concatenate([[*self._place, granted], fit.summarize(records, model), *times])
 
     def _times(self, steps: range, micro_batches: int, records: NDArray[Any]) -> StepTimes:
         finished = self._reader.steps()

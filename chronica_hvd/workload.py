@@ -112,6 +112,16 @@ class Workload:
             flops = self.cost.per_sample * samples + (self.cost.per_size * size + self.cost.per_size2 * size2)
         return Work(samples, *(min(round(amount), checks.LARGEST_INT64) for amount in (size, size2, flops)))
 
+    def works(
+        self, samples: NDArray[np.int64], offsets: NDArray[np.int64], lengths: NDArray[np.float64]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+        """Return n, S1 and S2 of consecutive micro-batches; ``offsets`` says where each begins, and the last ends."""
+        held = np.diff(offsets).astype(np.float64)
+        if self._is_padded:
+            return held, held * lengths, held * lengths**2
+        sizes = self.lengths(samples)
+        return held, np.add.reduceat(sizes, offsets[:-1]), np.add.reduceat(sizes * sizes, offsets[:-1])
+
     def _padded(self, sizes: NDArray[Any]) -> NDArray[np.float64]:
         lengths: NDArray[np.float64] = sizes.astype(np.float64)
         if self._pad_to is None:

@@ -17,7 +17,7 @@ import torch
 
 import chronica_hvd as chronica
 
-SAMPLES, BATCH_SIZE = 128, 4
+SAMPLES, BATCH_SIZE = 120, 4
 SECONDS_PER_SIZE, FIXED_S = 2e-5, 5e-4
 SIZES = np.clip(np.random.default_rng(3).lognormal(5, 1, SAMPLES), 20, 1500).astype(int)
 
@@ -60,13 +60,14 @@ class Job:
                 time.sleep(slowness * (FIXED_S + SECONDS_PER_SIZE * len(sizes) * max(sizes)))
                 loss.backward()
             self.optimizer.step()
-        plan = self.sampler.plan
+        course = self.sampler.course
+        steps = range(course.end - course.plan.steps, course.end)
+        work = course.expected(steps, chronica.CostModel(fixed=FIXED_S, per_size=SECONDS_PER_SIZE)).sum(axis=0)
         self.result.append(
             {
                 **self.reports[-1].as_dict(),
                 "text": str(self.reports[-1]),
-                "share": (plan.counts.sum(axis=0) / plan.counts.sum()).tolist(),
-                "cost": repr(self.sampler.cost),
+                "work": (work / work.sum()).tolist(),
             }
         )
 
