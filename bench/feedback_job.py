@@ -152,6 +152,7 @@ def repeat_error(model: torch.nn.Module, records: Any) -> float:
 
 
 def main() -> None:
+    """Measure; rank 0 writes."""
     pin_to_core()
     torch.set_num_threads(1)
     hvd.init()

@@ -203,7 +203,9 @@ class Measured:
             )
         keys = {"fitted", "scales", "drifts", "memory"}
         if set(state) != keys:
-            raise ValueError(f"the state of a measured cost must have the keys {sorted(keys)}, not {list(state)}")
+            raise ValueError(
+                f"the state of a measured cost must have the keys {sorted(keys)}, not {dict(state)!r:.200}"
+            )
         fitted = _loaded_fit(state["fitted"])
         scales, drifts = (_of_places(name, state[name]) for name in ("scales", "drifts"))
         if any(scale <= 0.0 for scale in scales.values()):

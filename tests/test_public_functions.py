@@ -318,7 +318,7 @@ def of_records(name: str | None = None) -> Case:
     fields = {"samples": [1, 2, 3], "size": [5, 6, 9], "size2": [25, 20, 30], "elapsed_ns": [7, 8, 9]}
     good = np.array(list(zip(*fields.values(), strict=True)), [(field, "<i8") for field in fields])
     if name is None:
-        return Case(lambda records: chronica.CostModel.fit(records), {"records": good})
+        return Case(chronica.CostModel.fit, {"records": good})
 
     def fit(value: Any) -> chronica.CostModel:
         changed = np.array(good, [(field, object if field == name else "<i8") for field in fields])
@@ -331,6 +331,11 @@ def of_records(name: str | None = None) -> Case:
 def of_from_times() -> Case:
     good = dict.fromkeys(("compute", "data_wait", "wait", "period", "loads"), np.ones((4, 3)))
     return Case(chronica.EpochReport.from_times, {"epoch": 0, **good})
+
+
+def of_load() -> Case:
+    measured = chronica.Measured()
+    return Case(measured.load, {"state": measured.state()}, state=measured.state)
 
 
 def of_start() -> Case:
@@ -388,7 +393,12 @@ PLACE = integer(None)  # beyond the plan it is an IndexError, as the docstring s
 AMOUNTS = Kind([*NO_AMOUNTS, *NOT_NEGATIVE, *NOT_FINITE, True, np.True_])
 AMOUNT = real(*NOT_NEGATIVE)
 COEFFICIENT = real(*NOT_NEGATIVE)
+START = objects(chronica.CostModel, allows_none=True)
 RANK_SCALE = or_none(vector(0, 1, 1.5, -1, True, [1, 0], [0.0], np.zeros(3)))
+COST_MODEL = {
+    **dict.fromkeys(("fixed", "per_sample", "per_size", "per_size2", "floor"), COEFFICIENT),
+    "rank_scale": RANK_SCALE,
+}
 STATE_INTEGER = integer(0)
 INTERVALS = Kind(
     [
@@ -404,6 +414,7 @@ STATE: dict[str, Kind] = {
     "steps": integer(0, None, 0, 2, 3, 2**70),
     "before": INTERVALS,
     "consumed": INTERVALS,
+    "measured": or_none(Kind(NO_NUMBERS)),
     "sizes": choice("0" * 16),
     "indices": Kind([value for value in [*NO_CHOICES, "0" * 16] if repr(value) != "''"]),
     "seed": integer(0, 0),
@@ -450,6 +461,7 @@ CALLABLES: dict[str, Entry] = {
             "process_set": PROCESS_SET,
             "refresh": or_none(Kind([*NO_INTEGERS, 0, -1, -(2**70), "block", "epoch "])),
             "evaluation": FLAG,
+            "on_report": function(allows_none=True),
             **PLAN,
         },
         chronica.BatchSampler,
@@ -543,23 +555,19 @@ CALLABLES: dict[str, Entry] = {
     "verify": Entry(of_verify, {"step_fn": function(), "sampler": ANY_SAMPLER}, chronica.verify),
     "CostModel": Entry(
         lambda: Case(chronica.CostModel, {}),
-        {**dict.fromkeys(("fixed", "per_sample", "per_size", "per_size2"), COEFFICIENT), "rank_scale": RANK_SCALE},
+        COST_MODEL,
         chronica.CostModel,
     ),
-    "CostModel.sample_costs": Entry(
-        lambda: Case(chronica.CostModel().sample_costs, {"sizes": [1, 2]}),
-        {"sizes": AMOUNTS},
-        chronica.CostModel.sample_costs,
-    ),
-    "CostModel.predict": Entry(
-        lambda: Case(chronica.CostModel().predict, {"samples": 1, "size": [2, 3], "size2": [4, 9]}),
-        dict.fromkeys(("samples", "size", "size2"), Kind([*AMOUNTS.wrong, [], [1, 2, 3], np.ones((2, 2))])),
-        chronica.CostModel.predict,
-    ),
-    "CostModel.fit": Entry(
-        of_records,
-        {"records": objects(*NO_VECTORS, np.zeros(0, [("samples", "<i8")]), np.zeros(2, [("size", "<f8")]))},
-        chronica.CostModel.fit,
+    "FittedCost": Entry(
+        lambda: Case(chronica.FittedCost, {}),
+        {
+            **COST_MODEL,
+            "form": choice("additive ", "Floor"),
+            "records": integer(0),
+            "median_error": COEFFICIENT,
+            "comm": COEFFICIENT,
+        },
+        chronica.FittedCost,
     ),
     "EpochReport.from_times": Entry(
         of_from_times,
@@ -571,6 +579,8 @@ CALLABLES: dict[str, Entry] = {
         },
         chronica.EpochReport.from_times,
     ),
+    "Measured": Entry(lambda: Case(chronica.Measured, {}), {"start": START}, chronica.Measured),
+    "Measured.load": Entry(of_load, {"state": objects()}, chronica.Measured.load),
     "StepTimer": Entry(
         lambda: Case(chronica.StepTimer, {}),
         {
@@ -622,8 +632,35 @@ CALLABLES: dict[str, Entry] = {
     ),
 }
 
+CALLABLES |= {
+    f"{name}.{method}": entry
+    for name in ("CostModel", "FittedCost")
+    for method, entry in {
+        "sample_costs": Entry(
+            lambda: Case(chronica.CostModel().sample_costs, {"sizes": [1, 2]}),
+            {"sizes": AMOUNTS},
+            chronica.CostModel.sample_costs,
+        ),
+        "predict": Entry(
+            lambda: Case(chronica.CostModel().predict, {"samples": 1, "size": [2, 3], "size2": [4, 9]}),
+            dict.fromkeys(("samples", "size", "size2"), Kind([*AMOUNTS.wrong, [], [1, 2, 3], np.ones((2, 2))])),
+            chronica.CostModel.predict,
+        ),
+        "fit": Entry(
+            of_records,
+            {
+                "records": objects(*NO_VECTORS, np.zeros(0, [("samples", "<i8")]), np.zeros(2, [("size", "<f8")])),
+                "start": START,
+            },
+            chronica.CostModel.fit,
+        ),
+    }.items()
+}
+
 #: What users do not make: its constructor takes what we have computed.
 MADE_BY_US = {"EpochReport", "Plan"}
+#: What users do not call: the sampler does, with what it has computed.
+CALLED_BY_US = {"Measured.model", "Measured.follow"}
 #: What has no signature to be read, and no parameters.
 TAKES_NOTHING = {"StepTimer.drain"}
 
@@ -747,7 +784,7 @@ def public_callables() -> dict[str, Callable[..., Any]]:
         if inspect.isclass(value):
             methods = {key: getattr(value, key) for key in own_names(value) if not key.startswith("_")}
             found |= {f"{name}.{key}": one for key, one in methods.items() if callable(one)}
-    left_out = MADE_BY_US | TAKES_NOTHING
+    left_out = MADE_BY_US | CALLED_BY_US | TAKES_NOTHING
     return {name: value for name, value in found.items() if name not in left_out and own_parameters(value)}
 
 
