@@ -1,5 +1,5 @@
 # One command per task; each does its own set-up.
-.PHONY: setup demo bench-plan bench-timer test test-python test-cpp lint format clean
+.PHONY: setup demo bench-plan bench-timer bench-feedback test test-python test-cpp lint format clean
 
 setup:
 	@bash scripts/setup.sh
@@ -15,6 +15,10 @@ bench-plan: setup
 # What we cost: the timer, our own time in a step, whole steps beside plain Horovod.
 bench-timer: setup
 	@.venv/bin/python bench/bench_timer.py
+
+# What following measured times is worth: a slow rank relieved, costs by size, FLOPs and time.
+bench-feedback: setup
+	@.venv/bin/python bench/bench_feedback.py
 
 test: test-cpp test-python
 

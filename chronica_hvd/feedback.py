@@ -29,8 +29,6 @@ class Feedback:
 
     Parameters
     ----------
-    world
-        The ranks.
     measured
         The cost that follows what was measured; ``None``: plans do not follow.
     default
@@ -43,13 +41,11 @@ class Feedback:
 
     def __init__(
         self,
-        world: World,
         measured: Measured | None,
         default: CostModel | NDArray[np.float64],
         blocks: int | None = None,
         on_report: Callable[[EpochReport], object] | None = None,
     ) -> None:
-        self._world = world
         self._default = default if isinstance(default, CostModel) else CostModel()
         self._measured = measured or Measured(self._default)
         self._plans = measured is not None
@@ -60,15 +56,18 @@ class Feedback:
         self._places: tuple[Place, ...] | None = None
         self._course: Course | None = None
         self._window = range(0)  # the steps that were told of last
+        self._is_due = False  # a fit
+        self._waits: list[float] = []  # the smallest of each step since the last fit, in ns
+        self._last_backwards: list[float] = []  # how long the allreduce could overlap with the last backward pass there
         self._times: list[StepTimes] = []  # of the epoch so far
         self._report: EpochReport | None = None
 
     # Told by the sampler and by optimizers. ---------------------------------------------------------------------------
 
-    def lead(self, timing: Timing) -> None:
+    def lead(self, timing: Timing, world: World) -> None:
         """Have the times of an optimizer count: the one wrapped last. Of several, each has a part of the compute."""
         self._leader = timing
-        self._telemetry = Telemetry(timing, self._world)
+        self._telemetry = Telemetry(timing, world)
 
     def is_led_by(self, timing: Timing | None) -> bool:
         """Whether these are the times that count; the same on every rank."""
@@ -107,8 +106,11 @@ class Feedback:
         last = closing[-1]
         end = last.ticket.step + 1 if last.ticket.is_last else closing[0].ticket.step
         self._window = range(self._window.stop, max(self._window.stop, end))
+        # Fits take milliseconds, so only when they are used; and at a loop's begin, of what others have left behind.
+        blocks = self._window.stop // BLOCK_STEPS
+        self._is_due = not self._window or last.ticket.is_last or bool(self._blocks and blocks % self._blocks == 0)
         with self._course.holding():
-            model = self._model(self._course.planner)
+            model = self._model(self._course.planner) if self._is_due else None
             yield self._telemetry.row(self._window, last.micro_batches, self._course.granted, model)
 
     def follow(self, rows: NDArray[np.float64], closing: list[OpenStep]) -> None:
@@ -118,12 +120,13 @@ class Feedback:
         self._places = told.places
         if self._on_report is not None:
             self._times.append(told.times)
-        wire = np.fmin.reduce(told.times.wait, axis=1)
-        self._measured.follow(told.summaries, told.places, wire.tolist(), self._last_backwards(told.times))
-        if self._blocks is not None and self._window.stop // BLOCK_STEPS % self._blocks == 0:
-            planner = self.planner(self._course.planner)
-            if planner is not self._course.planner:
-                self._course.renew(planner, told.granted)
+        self._waits += np.fmin.reduce(told.times.wait, axis=1).tolist()
+        self._last_backwards += self._planned_overlaps(told.times)
+        if self._is_due:
+            self._measured.follow(told.summaries, told.places, self._waits, self._last_backwards)
+            self._waits, self._last_backwards = [], []
+            if self._blocks is not None:
+                self._refresh(told.granted)
         ticket = closing[-1].ticket
         if ticket.is_last and self._on_report is not None:
             self._report = self._make_report(ticket.epoch)
@@ -141,6 +144,13 @@ class Feedback:
         speeds = planner.workload.speeds
         return self._measured.model(self._default, self._places, len(speeds), speeds)
 
+    def _refresh(self, granted: int) -> None:
+        """Plan what no rank has been granted anew, if what was measured has changed the cost."""
+        assert self._course is not None
+        planner = self.planner(self._course.planner)
+        if planner is not self._course.planner:
+            self._course.renew(planner, granted)
+
     def _make_report(self, epoch: int) -> EpochReport:
         assert self._course is not None
         steps = range(self._course.start, self._window.stop)
@@ -152,7 +162,7 @@ class Feedback:
         expected = self._course.expected(steps, model)
         return EpochReport.from_times(epoch, *times, np.concatenate(loads), expected=expected)
 
-    def _last_backwards(self, times: StepTimes) -> list[float]:
+    def _planned_overlaps(self, times: StepTimes) -> list[float]:
         """Return how long the allreduce could overlap with the last backward pass in each step, as planned, in ns."""
         assert self._course is not None
         overlaps: list[float] = []

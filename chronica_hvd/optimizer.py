@@ -126,7 +126,7 @@ def DistributedOptimizer(  # noqa: N802 (it takes the place of hvd.DistributedOp
         replace_methods(wrapped, None, None, carrier, str(number))
         return wrapped
     # The sampler may have been told its rank by hand; the plans are compared over the ranks that combine gradients.
-    world = dataclasses.replace(sampler.world, process_set=options["process_set"])
+    world = dataclasses.replace(sampler.world, process_set=options["process_set"], local_rank=hvd.local_rank())
     timing = Timing(_device(parameters))
     weigher = Weigher(sampler.progress, world, str(number), lookahead, passes, timing)
     weigher.watch(parameters, wrapped)

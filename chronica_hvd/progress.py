@@ -59,8 +59,6 @@ class Progress:
             cursor.open, self._alone.open = self._alone.open, cursor.open
         self._cursors.append((weakref.ref(owner), cursor))
         self._has_had_optimizer = True
-        if self.feedback is not None and timing is not None:
-            self.feedback.lead(timing)
         return cursor
 
     # Told by the loader. ----------------------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
         """Begin without a loop, and without an optimizer."""
         feedback = None
         if self._measured is not None or self._on_report is not None:
-            feedback = Feedback(self.world, self._measured, self._default, self._blocks_of_refresh, self._on_report)
+            feedback = Feedback(self._measured, self._default, self._blocks_of_refresh, self._on_report)
         self.progress = Progress(feedback)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 import time
+from collections import deque
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,9 @@ TIMES = ("compute", "data_wait", "wait", "period")
 
 #: Where a rank is: a number for its host, and its number there.
 Place = tuple[int, int]
+
+#: What a fit stands on at most: the latest records, of so many rows.
+MOST_RECORDS, MOST_ROWS = 4096, 64
 
 ROW = HEADER + fit.ROW + len(TIMES) * BLOCK_STEPS
 
@@ -89,16 +93,19 @@ class Telemetry:
     def __init__(self, timing: Timing, world: World) -> None:
         self._reader: Reader = timing.reader()
         self._place = host_number(), world.local_rank
+        self._unfitted: deque[NDArray[Any]] = deque(maxlen=MOST_ROWS)  # records that no row has summed up
+        self._later: list[NDArray[Any]] = []  # records of steps that were not told of yet
         self.begin()
 
     def begin(self) -> None:
-        """Forget what earlier loops have left."""
+        """Begin with another loop, whose steps are numbered anew."""
         self._begun_ns = time.monotonic_ns()
         self._finished_ns = np.nan  # the last step of the row before
-        self._later: list[NDArray[Any]] = []  # records of steps that were not told of yet
+        self._unfitted += self._later
+        self._later.clear()
         self._reader.steps()
 
-    def row(self, steps: range, micro_batches: int, granted: int, model: CostModel) -> NDArray[np.float64]:
+    def row(self, steps: range, micro_batches: int, granted: int, model: CostModel | None) -> NDArray[np.float64]:
         """Return what is new, of these ``steps``: the finished ones, and the last one if that is about to be.
 
         Parameters
@@ -106,15 +113,20 @@ class Telemetry:
         micro_batches
             Of the last step, if it is not finished.
         model
-            The cost that all ranks agree on.
+            The cost that all ranks agree on, if one is to be fitted now, to what was recorded since the last time.
         """
         records = np.concatenate([*self._later, self._reader.micro_batches()])
         # A device may finish what it was given in a loop before this one.
-        records = records[records["start_ns"] >= self._begun_ns]
-        is_later = records["step"] >= steps.stop
-        self._later, records = [records[is_later]], records[~is_later]
-        times = self._times(steps, micro_batches, records)
-        return np.concatenate([[*self._place, granted], fit.summarize(records, model), *times])
+        is_older = records["start_ns"] < self._begun_ns
+        is_later = ~is_older & (records["step"] >= steps.stop)
+        self._later = [records[is_later]]
+        self._unfitted.append(records[~is_later])
+        summary = np.zeros(fit.ROW)
+        if model is not None:
+            summary = fit.summarize(np.concatenate(self._unfitted)[-MOST_RECORDS:], model)
+            self._unfitted.clear()
+        times = self._times(steps, micro_batches, records[~is_older & ~is_later])
+        return np.concatenate([[*self._place, granted], summary, *times])
 
     def _times(self, steps: range, micro_batches: int, records: NDArray[Any]) -> StepTimes:
         finished = self._reader.steps()
@@ -153,6 +165,8 @@ def gathered(rows: NDArray[np.float64], steps: int) -> Gathered:
     """Return what (ranks, ROW) rows say of so many steps."""
     header, summaries, times = np.split(rows, [HEADER, HEADER + fit.ROW], axis=1)
     places = tuple((int(host), int(local_rank)) for host, local_rank, _ in header)
+    if len(set(places)) < len(places):  # hosts of one name
+        places = tuple((-1, rank) for rank in range(len(places)))
     of_steps = np.full((len(TIMES), steps, len(rows)), np.nan)
     told = times.reshape(len(rows), len(TIMES), BLOCK_STEPS).transpose(1, 2, 0)[:, :steps]
     of_steps[:, : told.shape[1]] = told

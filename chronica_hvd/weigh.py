@@ -57,6 +57,8 @@ class Weigher:
     ) -> None:
         self._progress = progress
         self._cursor: Cursor = progress.attach(self, lookahead, timing, passes)
+        if progress.feedback is not None and timing is not None:
+            progress.feedback.lead(timing, world)
         self._timing = timing
         self._world = world
         self._name = name

@@ -94,8 +94,6 @@ def calibrate(loss: Callable[[Tensor, Tensor], Tensor], sizes: list[int], batch_
         loss(text, torch.full((samples,), int(longest))).backward()
         timer.stop()
     records = timer.drain()[1:]
-    every = hvd.allgather(torch.from_numpy(records["elapsed_ns"].copy()), name="calibration").numpy()
-    # (ranks · repeats, shapes); the median of a shape forgets what disturbed one of them.
-    typical = records[:CALIBRATION_SHAPES].copy()
-    typical["elapsed_ns"] = np.median(every.reshape(-1, CALIBRATION_SHAPES), axis=0)
-    return chronica.CostModel.fit(typical)
+    # Of all ranks, so that all get the same cost.
+    every = hvd.allgather(torch.from_numpy(records.view(np.int64)), name="calibration").numpy()
+    return chronica.CostModel.fit(every.view(records.dtype))

@@ -113,6 +113,12 @@ def pin_to_core() -> None:
     os.sched_setaffinity(0, {cores[int(os.environ.get("HOROVOD_LOCAL_RANK", "0")) % len(cores)]})
 
 
+def show(report: chronica.EpochReport) -> None:
+    """Say where the time of an epoch went, and for whom the others waited."""
+    if hvd.rank() == 0:
+        print(report)
+
+
 def positive(text: str) -> int:
     """Read a number of at least 1."""
     number = int(text)
@@ -168,7 +174,12 @@ def main() -> None:
     loader: Any
     if options.mode == "balanced":
         sampler = chronica.BatchSampler(
-            dataset.sizes, options.batch_size, seed=options.seed, cost=cost, micro_batches=options.micro_batches
+            dataset.sizes,
+            options.batch_size,
+            seed=options.seed,
+            cost=chronica.Measured(cost),  # a good start; from the second epoch on it follows what training takes
+            micro_batches=options.micro_batches,
+            on_report=show,
         )
         loader = chronica.DataLoader(dataset, batch_sampler=sampler, collate_fn=pad)
         optimizer = chronica.DistributedOptimizer(optimizer, model.named_parameters(), sampler=sampler)

@@ -21,6 +21,7 @@ from inprocess import run_ranks
 import chronica_hvd as chronica
 from chronica_hvd.blocks import BLOCK_STEPS
 from chronica_hvd.cost import CostModel
+from chronica_hvd.fit import Row
 
 BATCH_SIZE = 2
 SIZES = np.minimum(np.random.default_rng(5).lognormal(3, 1, 2000), 200).astype(int)
@@ -178,16 +179,29 @@ def test_what_is_told() -> None:
     for (rows, *rest), (other_rows, *other_rest) in zip(one.told, other.told, strict=True):
         np.testing.assert_array_equal(rows, other_rows)
         np.testing.assert_array_equal(rest[1:], other_rest[1:])
-    # In the first step nothing but places; then of the block before, and in the last step of the rest.
-    assert [len(waits) for _, _, waits, _ in one.told] == [0, BLOCK_STEPS, 6]
-    _, places, waits, tails = one.told[1]
+    # In the first step nothing but places; then in the last step of all of them.
+    assert [len(waits) for _, _, waits, _ in one.told] == [0, BLOCK_STEPS + 6]
+    rows, places, waits, tails = one.told[1]
     assert len(set(places)) == 2
     assert [local_rank for _, local_rank in places] == [0, 1]
-    assert np.isfinite(waits).all()
-    assert (np.array(waits) > 0).all()
+    assert np.isnan(waits[-1])  # of the step at work nobody knows yet
+    assert np.isfinite(waits[:-1]).all()
+    assert (np.array(waits[:-1]) > 0).all()
     assert (np.array(tails) > 0).all()
-    assert np.isnan(one.told[2][2][-1])  # of the step at work nobody knows yet
-    assert np.isfinite(one.told[2][2][:-1]).all()
+    assert all(Row.unpack(row).records == BLOCK_STEPS + 6 for row in rows)
+
+
+def test_what_a_loop_left_early_has_measured_is_told_in_the_next_one() -> None:
+    def train(_: int) -> list[list[float]]:
+        measured = Scripted()
+        training = Training(2 * BATCH_SIZE * 9, refresh="epoch", cost=measured)
+        training.epoch(0, steps=5)
+        training.epoch(1, steps=1)
+        return [[row[0] for row in rows] for rows, *_ in measured.told]
+
+    one, other = run_ranks(2, train)
+    # The sixth batch was taken, and had no backward pass, when the loop was left.
+    assert one == other == [[0.0, 0.0], [5.0, 5.0]]
 
 
 def test_a_report_of_each_epoch_on_every_rank() -> None:
