@@ -75,21 +75,24 @@ def bounded(shape: CostModel, start: CostModel, cells: Cells) -> CostModel:
     What micro-batches cost that are larger than any measured is not known then, and must not be taken to be nothing: a
     plan would put everything into them. The floor ends somewhat beyond the largest cell, so that larger ones are tried.
     """
-    predicted, by_start = _predicted(shape, cells), _predicted(start, cells)
-    mean = _weighted_mean(cells[:, 0], predicted)
+    by_start = _predicted(start, cells)
     largest = BEYOND_LARGEST * float(by_start.max(initial=0.0))
-    varies = mean - max(shape.fixed, shape.floor)
-    if varies >= LEAST_VARYING * mean or largest <= 0.0 or by_start.max() == by_start.min():
+    # What of the time depends on the work: above the floor, where there is one.
+    linear = _predicted(additive(coefficients_of(shape)), cells)
+    above = _weighted_mean(cells[:, 0] * (linear > shape.floor), linear)
+    mean = _weighted_mean(cells[:, 0], np.maximum(linear, shape.floor))
+    if above - shape.fixed > LEAST_VARYING * above or largest <= 0.0 or by_start.max() == by_start.min():
         return shape
     return additive([one * mean / largest for one in coefficients_of(start)], floor=mean)
 
 
-def compare(better: CostModel, than: CostModel, halves: Sequence[Cells]) -> tuple[float, float]:
-    """Return by how much the relative errors of one model are less than another's in sum, and the standard error.
+def compare(better: CostModel, than: CostModel, halves: Sequence[Cells]) -> tuple[float, float, float]:
+    """Return by how much one model's relative errors are less than another's in sum, its variance, and the errors.
 
     Each group of cells has a level of its own, so that only shapes are compared.
     """
     gains: list[float] = []
+    of_other: list[float] = []
     for cells in halves:
         if len(cells) < 2:
             continue
@@ -98,8 +101,9 @@ def compare(better: CostModel, than: CostModel, halves: Sequence[Cells]) -> tupl
             predicted = _predicted(model, cells)
             predicted = predicted * level_of(cells, predicted)
             errors.append(cells[:, 0] * np.abs(cells[:, 4] - predicted) / _at_least(cells, predicted))
+        of_other += errors[0].tolist()
         gains += (errors[0] - errors[1]).tolist()
-    return math.fsum(gains), math.sqrt(math.fsum(gain * gain for gain in gains))
+    return math.fsum(gains), math.fsum(gain * gain for gain in gains), math.fsum(of_other)
 
 
 def difference(model: CostModel, other: CostModel, cells: Cells) -> float:
