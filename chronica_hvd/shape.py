@@ -25,6 +25,8 @@ LEAST_SHARE = 0.1
 LEAST_VARYING, BEYOND_LARGEST = 0.15, 1.5
 #: Shape and free factors are found by turns, at most so many.
 MOST_ROUNDS = 20
+#: What is below the floor is found by turns, at most so many.
+MOST_FLOORS = 8
 
 
 def levels(model: CostModel, groups: Sequence[Cells]) -> list[float]:
@@ -173,33 +175,43 @@ def _drawn_to(start: CostModel, sums: Sums, points: int, records: float) -> Sums
 
 
 def _with_floor(cells: Cells, shape: CostModel) -> CostModel:
-    """Return the best fit with a floor that was found; ``shape`` where none was.
+    """Return the best fit with a floor that was found; ``shape`` where none was."""
+    best, least = shape, math.inf
+    ascending = sorted(cells[:, 4].tolist())
+    for quarter in (1, 2, 3):
+        trial = _with_floor_from(ascending[quarter * (len(ascending) - 1) // 4], cells, shape)
+        if trial is None:
+            continue
+        predicted = _predicted(trial, cells)
+        error = (cells[:, 4] - predicted) / _at_least(cells, predicted)
+        squares = math.fsum((cells[:, 0] * error * error).tolist())
+        if squares < least:
+            best, least = trial, squares
+    return best
 
-    By turns: cells predicted below the floor make the floor, the others the rest. From several floors to begin with.
+
+def _with_floor_from(floor: float, cells: Cells, shape: CostModel) -> CostModel | None:
+    """Return the fit that a floor leads to, if any.
+
+    By turns: cells predicted below the floor make the floor, the others the rest.
     """
     count, time = cells[:, 0], cells[:, 4]
-    best, least = shape, math.inf
-    ascending = sorted(time.tolist())
-    for quarter in (1, 2, 3):
-        floor, linear = ascending[quarter * (len(ascending) - 1) // 4], shape
-        for _ in range(8):
-            predicted = cost_of_work(linear, cells[:, 1], cells[:, 2], cells[:, 3])
-            is_below = predicted < floor
-            if not 2 <= int(is_below.sum()) <= len(cells) - 4:
-                break
-            floor = _weighted_mean(count[is_below], time[is_below])
-            above = cells[~is_below]
-            weight = above[:, 0] / np.maximum(predicted[~is_below], floor) ** 2
-            sums = sums_of(np.vstack([np.ones(len(above)), above[:, 1:4].T]), above[:, 4], weight)
-            linear = additive(solve(_drawn_to(shape, sums, len(above), math.fsum(above[:, 0].tolist()))))
-        else:
-            trial = CostModel(*coefficients_of(linear), floor=floor)
-            predicted = _predicted(trial, cells)
-            error = (time - predicted) / _at_least(cells, predicted)
-            squares = math.fsum((count * error * error).tolist())
-            if squares < least:
-                best, least = trial, squares
-    return best
+    linear = shape
+    were_below = np.zeros(len(cells), dtype=np.bool_)
+    for _ in range(MOST_FLOORS):
+        predicted = _predicted(linear, cells)
+        is_below = predicted < floor
+        if not 2 <= int(is_below.sum()) <= len(cells) - 4:
+            return None
+        if (is_below == were_below).all():
+            break
+        were_below = is_below
+        floor = _weighted_mean(count[is_below], time[is_below])
+        above = cells[~is_below]
+        weight = above[:, 0] / np.maximum(predicted[~is_below], floor) ** 2
+        sums = sums_of(np.vstack([np.ones(len(above)), above[:, 1:4].T]), above[:, 4], weight)
+        linear = additive(solve(_drawn_to(shape, sums, len(above), math.fsum(above[:, 0].tolist()))))
+    return additive(coefficients_of(linear), floor)
 
 
 def predicts_anything(model: CostModel, cells: Cells) -> bool:
