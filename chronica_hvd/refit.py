@@ -21,8 +21,9 @@ from chronica_hvd.shape import at_level, bounded, compare, difference, fit_shape
 LEAST_CHANGE = 0.02
 #: So many standard errors a change must exceed: of a rank's speed (there are many ranks), and of the shape.
 CERTAINTY_OF_SPEED, CERTAINTY = 3.5, 2.0
-#: Cells that stand for everything measured before, and what of their weight is left after each refresh.
-MEMORY_CELLS, MEMORY_KEPT = 64, 0.75
+#: Cells that stand for everything measured before, and what of their weight is left after each refresh: less where the
+#: shape has changed, as what was measured before may not hold any more.
+MEMORY_CELLS, MEMORY_KEPT, MEMORY_KEPT_AFTER_CHANGE = 64, 0.75, 0.25
 #: Ranks whose speed has not changed are pooled in so many; which ones have is found by turns, at most so many.
 POOLED_CELLS, MOST_TURNS = 128, 4
 #: No rank is taken to be more times slower or faster than this than the median rank.
@@ -266,7 +267,7 @@ class _Refit:
     def remembered(self, best: Contender) -> Cells:
         """Return cells for the next refresh, at the level of the shape: those of now, and older ones weigh less."""
         older = best.memory.copy()
-        older[:, 0] *= MEMORY_KEPT
+        older[:, 0] *= MEMORY_KEPT_AFTER_CHANGE if self.is_other(best) else MEMORY_KEPT
         groups = [group for group in (older, *self.of_ranks) if len(group)]
         scaled = zip(groups, levels(best.shape, groups), strict=True)
         return cells.merge(

@@ -364,7 +364,7 @@ class RandomJob:
         if not self.is_disturbed:
             return times
         times = times.copy()
-        times[self.engine.integers(0, times.size, max(1, times.size // 100))] *= 20
+        times[self.engine.integers(0, times.size, max(1, times.size // 300))] *= 20
         odd = self.engine.random(3) < 0.1
         places = self.engine.integers(0, times.size, 2)
         times[places[0]] = 5 * 3600e9 if odd[0] else times[places[0]]
