@@ -173,6 +173,13 @@ def test_speeds_are_known_by_place() -> None:
     assert again[1] / again[0] == pytest.approx(2.0, rel=0.05)
 
 
+def test_speeds_of_ranks_that_are_not_here_are_in_the_unit_of_now() -> None:
+    measured = followed(2, 3, scale=[1.0, 2.0, 1.0])
+    measured.follow(rows_of(2, 3, scale=[4.0, 2.0]), places(2), [], [])
+    assert measured.model(DEFAULT, places(2), 2).rank_scale == pytest.approx((2.0, 1.0), rel=0.05)
+    assert measured.model(DEFAULT, [(0, 2), (0, 1)], 2).rank_scale == pytest.approx((1.0, 2.0), rel=0.05)
+
+
 def test_a_rank_that_measured_nothing_keeps_its_speed() -> None:
     measured = followed(2, 3, scale=[1.0, 2.0, 1.0])
     rows = rows_of(3, 5, scale=[2.0, 2.0, 1.0])
