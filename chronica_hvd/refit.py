@@ -15,7 +15,16 @@ from chronica_hvd import cells
 from chronica_hvd.cells import Cells
 from chronica_hvd.cost import CostModel, cost_of_work
 from chronica_hvd.rows import Row
-from chronica_hvd.shape import at_level, bounded, compare, difference, fit_shape, levels, predicts_anything
+from chronica_hvd.shape import (
+    at_level,
+    bounded,
+    compare,
+    difference,
+    fit_shape,
+    levels,
+    predicts_anything,
+    with_known_floor,
+)
 
 #: A change of less than this, of a rank's speed or of what micro-batches take, leaves the plan alone.
 LEAST_CHANGE = 0.02
@@ -195,7 +204,7 @@ class _Refit:
             if now == changed:
                 break
             changed = now
-        first, second = (self.fit_to(half, memory, changed, shape.floor > 0.0) for half in self.halves)
+        first, second = (self.fit_to(half, memory, changed, with_floor) for half in self.halves)
         return Contender(shape, (first, second), changed, memory)
 
     def fit_to(self, own: Sequence[Cells], memory: Cells, changed: frozenset[int], with_floor: bool) -> CostModel:
@@ -205,7 +214,8 @@ class _Refit:
         groups = [pooled, *(own[rank] for rank in sorted(changed)), memory]
         factors = [1.0, *(self.begin[rank] for rank in sorted(changed)), *levels(self.current, [memory])]
         shape = fit_shape(groups, self.current, factors, range(1, len(groups)), with_floor=with_floor)
-        return bounded(shape, self.start, np.vstack([pooled, *groups[1:]]))
+        together = np.vstack(groups)
+        return bounded(with_known_floor(shape, self.current, together), self.start, together)
 
     def is_other(self, contender: Contender) -> bool:
         """Whether a shape makes a difference to plans."""

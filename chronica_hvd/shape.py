@@ -27,6 +27,8 @@ LEAST_VARYING, BEYOND_LARGEST = 0.15, 1.5
 MOST_ROUNDS = 20
 #: What is below the floor is found by turns, at most so many.
 MOST_FLOORS = 8
+#: Fewer cells below a floor do not show it.
+LEAST_BELOW = 2
 
 
 def levels(model: CostModel, groups: Sequence[Cells]) -> list[float]:
@@ -69,6 +71,16 @@ def fit_shape(
         at_one = [at_level(group, 1.0 / factor) for group, factor in zip(cells, now, strict=True)]
         shape = _with_floor(np.vstack(at_one), shape)
     return shape
+
+
+def with_known_floor(shape: CostModel, known: CostModel, cells: Cells) -> CostModel:
+    """Return the shape with the floor known before, if it has none and no cells would show it.
+
+    Plans avoid micro-batches below the floor, so that nothing says any more that it is there.
+    """
+    if shape.floor > 0.0 or int((_predicted(shape, cells) < known.floor).sum()) >= LEAST_BELOW:
+        return shape
+    return additive(coefficients_of(shape), known.floor)
 
 
 def bounded(shape: CostModel, start: CostModel, cells: Cells) -> CostModel:
@@ -201,7 +213,7 @@ def _with_floor_from(floor: float, cells: Cells, shape: CostModel) -> CostModel 
     for _ in range(MOST_FLOORS):
         predicted = _predicted(linear, cells)
         is_below = predicted < floor
-        if not 2 <= int(is_below.sum()) <= len(cells) - 4:
+        if not LEAST_BELOW <= int(is_below.sum()) <= len(cells) - 2 * LEAST_BELOW:
             return None
         if (is_below == were_below).all():
             break

@@ -12,6 +12,7 @@ import chronica_hvd as chronica
 from chronica_hvd import cells, fit
 from chronica_hvd.cost import non_negative_least_squares
 from chronica_hvd.least_squares import solve, sums_of
+from chronica_hvd.shape import fit_shape
 
 DTYPE = chronica.StepTimer().drain().dtype
 BY_SIZE = chronica.CostModel()
@@ -277,6 +278,40 @@ def test_where_all_take_the_same_time_larger_ones_are_not_taken_to_be_free() -> 
     largest = made["size"].max()
     assert fitted.predict(1, 1, 1) == fitted.predict(32, largest // 2, largest * 50) == pytest.approx(1e7)
     assert 5e7 < fitted.predict(32, 15 * largest, 15 * largest * 100) < 3e8
+
+
+def test_what_is_not_measured_is_as_at_the_start() -> None:
+    made = records(TRUTH, 200, noise=0.1)
+    made["samples"], made["size"], made["size2"] = 4, 400, 40_000
+    made["elapsed_ns"] = np.round(1e7 * np.exp(np.random.default_rng(0).normal(0.0, 0.1, 200)))
+    for start in (BY_SIZE, chronica.CostModel(per_size=0.0, per_size2=1.0), chronica.CostModel(100.0, 5.0, 1.0, 0.01)):
+        fitted = chronica.CostModel.fit(made, start=start)
+        for work in ((4, 400, 40_000), (1, 400, 160_000), (8, 800, 80_000)):
+            ratio = fitted.predict(*work) / fitted.predict(4, 400, 40_000)
+            assert ratio == pytest.approx(start.predict(*work) / start.predict(4, 400, 40_000), rel=0.02)
+
+
+def test_a_factor_that_is_known_stays() -> None:
+    fast, slow = (np.vstack(unpacked(records(TRUTH, 200, seed)).halves) for seed in (1, 2))
+    slow[:, 4] *= 2.0
+    start = chronica.CostModel(per_size=8e3)
+    known = fit_shape([fast, slow], start, [1.0, 1.0], [])
+    free = fit_shape([fast, slow], start, [1.0, 1.0], [1])
+    assert free.predict(4, 400, 40_000) == pytest.approx(TRUTH.predict(4, 400, 40_000), rel=1e-3)
+    assert known.predict(4, 400, 40_000) > 1.3 * TRUTH.predict(4, 400, 40_000)
+
+
+def test_a_floor_that_is_not_seen_any_more_is_not_forgotten() -> None:
+    made = records(LAUNCH, 200, noise=0.02)
+    rows: list[fit.Row | None] = [unpacked(made[made["elapsed_ns"] > 2.5e7])]
+    current = chronica.CostModel(0.0, 0.0, 2.5e3, 1.2, floor=2e7)
+    outcome = refitted(rows, current, certainty=0.0)
+    assert outcome.is_new
+    assert 1.7e7 < outcome.shape.floor * outcome.unit < 2.8e7
+    below: list[fit.Row | None] = [unpacked(records(TRUTH, 200, noise=0.02))]
+    outcome = refitted(below, current)
+    assert outcome.is_new
+    assert outcome.shape.floor * outcome.unit < 1.2e7  # TRUTH has none
 
 
 def test_the_same_rows_give_the_same_bits() -> None:
