@@ -289,6 +289,9 @@ def test_what_is_not_measured_is_as_at_the_start() -> None:
         for work in ((4, 400, 40_000), (1, 400, 160_000), (8, 800, 80_000)):
             ratio = fitted.predict(*work) / fitted.predict(4, 400, 40_000)
             assert ratio == pytest.approx(start.predict(*work) / start.predict(4, 400, 40_000), rel=0.02)
+    merged = np.vstack(unpacked(made).halves)
+    shape = fit_shape([merged], chronica.CostModel(per_size=2e4), [1.0], [])
+    assert shape.fixed + 4 * shape.per_sample < 0.1 * shape.predict(4, 400, 40_000)
 
 
 def test_a_factor_that_is_known_stays() -> None:
@@ -302,12 +305,12 @@ def test_a_factor_that_is_known_stays() -> None:
 
 
 def test_a_floor_that_is_not_seen_any_more_is_not_forgotten() -> None:
-    made = records(LAUNCH, 200, noise=0.02)
+    made = records(LAUNCH, 200)
     rows: list[fit.Row | None] = [unpacked(made[made["elapsed_ns"] > 2.5e7])]
     current = chronica.CostModel(0.0, 0.0, 2.5e3, 1.2, floor=2e7)
     outcome = refitted(rows, current, certainty=0.0)
     assert outcome.is_new
-    assert 1.7e7 < outcome.shape.floor * outcome.unit < 2.8e7
+    assert outcome.shape.floor * outcome.unit == pytest.approx(2e7, rel=0.2)
     below: list[fit.Row | None] = [unpacked(records(TRUTH, 200, noise=0.02))]
     outcome = refitted(below, current)
     assert outcome.is_new
