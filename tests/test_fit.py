@@ -290,8 +290,8 @@ def test_what_is_not_measured_is_as_at_the_start() -> None:
             ratio = fitted.predict(*work) / fitted.predict(4, 400, 40_000)
             assert ratio == pytest.approx(start.predict(*work) / start.predict(4, 400, 40_000), rel=0.02)
     merged = np.vstack(unpacked(made).halves)
-    shape = fit_shape([merged], chronica.CostModel(per_size=2e4), [1.0], [])
-    assert shape.fixed + 4 * shape.per_sample < 0.1 * shape.predict(4, 400, 40_000)
+    shape = fit_shape([merged], chronica.CostModel(per_size=2.5e4), [1.0], [])
+    assert shape.fixed + 4 * shape.per_sample < 0.05 * shape.predict(4, 400, 40_000)
 
 
 def test_a_factor_that_is_known_stays() -> None:
