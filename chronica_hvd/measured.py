@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 
 from chronica_hvd import allreduce, cells, checks
 from chronica_hvd.cost import CostModel, FittedCost, coefficients_of
-from chronica_hvd.fit import Row, fitted_cost, lower_median, refit
+from chronica_hvd.fit import fitted_cost
+from chronica_hvd.refit import lower_median, refit
+from chronica_hvd.rows import Row
 
 #: Host number and local rank.
 Place = tuple[int, int]

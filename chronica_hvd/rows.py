@@ -102,10 +102,9 @@ def summarize(records: NDArray[Any], model: CostModel, seed: int | None = None) 
             return row
         time = work[3]
         predicted, is_kept = _robust_fit(work[:3], time, model)
-        ratio = time / predicted
-        level, error = _level(ratio)
+        level, error = _level(time, predicted)
         kept = work.copy()
-        pauses = level / float(ratio[is_kept].mean())
+        pauses = level * float(predicted[is_kept].sum() / time[is_kept].sum())
         kept[3] *= pauses
         steps = len(np.unique(records["step"][is_valid])) if "step" in (records.dtype.names or ()) else time.size
         row[:_HEAD] = time.size, steps, level * float(predicted.sum()), error, pauses
@@ -149,20 +148,27 @@ def _robust_fit(
     return predicted, is_kept
 
 
-def _level(ratio: NDArray[np.float64]) -> tuple[float, float]:
-    """Return the mean of measured ÷ predicted, and its relative standard error.
+def _level(time: NDArray[np.float64], predicted: NDArray[np.float64]) -> tuple[float, float]:
+    """Return measured ÷ predicted, and its relative standard error.
 
-    The mean of the means of groups of consecutive records, none of which may be further from their median than records
-    differ within groups: a pause that returns again and again counts in full, one that comes once does not.
+    The mean over groups of consecutive records, none of which may be further from their median than records differ
+    within groups: a pause that returns again and again counts in full, one that comes once does not.
     """
-    groups = np.array_split(ratio, min(GROUPS, ratio.size))
-    means = np.array([float(group.mean()) for group in groups])
+    groups = np.array_split(np.stack([time, predicted]), min(GROUPS, time.size), axis=1)
+    means = np.array([float(took.sum() / said.sum()) for took, said in groups])
     middle = float(np.median(means))
-    within = float(np.median([group.std(ddof=1) / np.sqrt(group.size) if group.size > 1 else 0.0 for group in groups]))
+    within = float(np.median([_error_of_mean(*group) for group in groups]))
     between = 1.4826 * float(np.median(np.abs(means - middle)))
     most = 2.0 * max(within, between, 0.005 * middle)
     means = means.clip(middle - most, middle + most)
     level = float(means.mean())
-    of_groups = float(means.std(ddof=1)) / np.sqrt(means.size) if means.size > 1 else 0.0
-    of_records = max(within, 0.0) / np.sqrt(means.size)
-    return level, max(of_groups, of_records) / level
+    of_groups = float(means.std(ddof=1)) if means.size > 1 else 0.0
+    return level, max(of_groups, within) / np.sqrt(means.size) / level
+
+
+def _error_of_mean(time: NDArray[np.float64], predicted: NDArray[np.float64]) -> float:
+    """Return the standard error of Σ time ÷ Σ predicted; 0 for one record."""
+    if time.size < 2:
+        return 0.0
+    rest = time - predicted * (time.sum() / predicted.sum())
+    return float(np.sqrt((rest * rest).sum() * time.size / (time.size - 1)) / predicted.sum())

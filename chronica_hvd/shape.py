@@ -25,6 +25,10 @@ LEAST_SHARE = 0.1
 LEAST_VARYING, BEYOND_LARGEST = 0.15, 1.5
 #: Shape and free factors are found by turns, at most so many.
 MOST_ROUNDS = 20
+#: What is below the floor is found by turns, at most so many.
+MOST_FLOORS = 8
+#: Fewer cells below a floor do not show it.
+LEAST_BELOW = 2
 
 
 def levels(model: CostModel, groups: Sequence[Cells]) -> list[float]:
@@ -69,27 +73,40 @@ def fit_shape(
     return shape
 
 
+def with_known_floor(shape: CostModel, known: CostModel, cells: Cells) -> CostModel:
+    """Return the shape with the floor known before, if it has none and no cells would show it.
+
+    Plans avoid micro-batches below the floor, so that nothing says any more that it is there.
+    """
+    if shape.floor > 0.0 or int((_predicted(shape, cells) < known.floor).sum()) >= LEAST_BELOW:
+        return shape
+    return additive(coefficients_of(shape), known.floor)
+
+
 def bounded(shape: CostModel, start: CostModel, cells: Cells) -> CostModel:
     """Return the shape, or where it says that all cells take about the same time, a floor with the start above it.
 
     What micro-batches cost that are larger than any measured is not known then, and must not be taken to be nothing: a
     plan would put everything into them. The floor ends somewhat beyond the largest cell, so that larger ones are tried.
     """
-    predicted, by_start = _predicted(shape, cells), _predicted(start, cells)
-    mean = _weighted_mean(cells[:, 0], predicted)
+    by_start = _predicted(start, cells)
     largest = BEYOND_LARGEST * float(by_start.max(initial=0.0))
-    varies = mean - max(shape.fixed, shape.floor)
-    if varies >= LEAST_VARYING * mean or largest <= 0.0 or by_start.max() == by_start.min():
+    # What of the time depends on the work: above the floor, where there is one.
+    linear = _predicted(additive(coefficients_of(shape)), cells)
+    above = _weighted_mean(cells[:, 0] * (linear > shape.floor), linear)
+    mean = _weighted_mean(cells[:, 0], np.maximum(linear, shape.floor))
+    if above - shape.fixed > LEAST_VARYING * above or largest <= 0.0 or by_start.max() == by_start.min():
         return shape
     return additive([one * mean / largest for one in coefficients_of(start)], floor=mean)
 
 
-def compare(better: CostModel, than: CostModel, halves: Sequence[Cells]) -> tuple[float, float]:
-    """Return by how much the relative errors of one model are less than another's in sum, and the standard error.
+def compare(better: CostModel, than: CostModel, halves: Sequence[Cells]) -> tuple[float, float, float]:
+    """Return by how much one model's relative errors are less than another's in sum, its variance, and the errors.
 
     Each group of cells has a level of its own, so that only shapes are compared.
     """
     gains: list[float] = []
+    of_other: list[float] = []
     for cells in halves:
         if len(cells) < 2:
             continue
@@ -98,8 +115,9 @@ def compare(better: CostModel, than: CostModel, halves: Sequence[Cells]) -> tupl
             predicted = _predicted(model, cells)
             predicted = predicted * level_of(cells, predicted)
             errors.append(cells[:, 0] * np.abs(cells[:, 4] - predicted) / _at_least(cells, predicted))
+        of_other += errors[0].tolist()
         gains += (errors[0] - errors[1]).tolist()
-    return math.fsum(gains), math.sqrt(math.fsum(gain * gain for gain in gains))
+    return math.fsum(gains), math.fsum(gain * gain for gain in gains), math.fsum(of_other)
 
 
 def difference(model: CostModel, other: CostModel, cells: Cells) -> float:
@@ -169,33 +187,43 @@ def _drawn_to(start: CostModel, sums: Sums, points: int, records: float) -> Sums
 
 
 def _with_floor(cells: Cells, shape: CostModel) -> CostModel:
-    """Return the best fit with a floor that was found; ``shape`` where none was.
+    """Return the best fit with a floor that was found; ``shape`` where none was."""
+    best, least = shape, math.inf
+    ascending = sorted(cells[:, 4].tolist())
+    for quarter in (1, 2, 3):
+        trial = _with_floor_from(ascending[quarter * (len(ascending) - 1) // 4], cells, shape)
+        if trial is None:
+            continue
+        predicted = _predicted(trial, cells)
+        error = (cells[:, 4] - predicted) / _at_least(cells, predicted)
+        squares = math.fsum((cells[:, 0] * error * error).tolist())
+        if squares < least:
+            best, least = trial, squares
+    return best
 
-    By turns: cells predicted below the floor make the floor, the others the rest. From several floors to begin with.
+
+def _with_floor_from(floor: float, cells: Cells, shape: CostModel) -> CostModel | None:
+    """Return the fit that a floor leads to, if any.
+
+    By turns: cells predicted below the floor make the floor, the others the rest.
     """
     count, time = cells[:, 0], cells[:, 4]
-    best, least = shape, math.inf
-    ascending = sorted(time.tolist())
-    for quarter in (1, 2, 3):
-        floor, linear = ascending[quarter * (len(ascending) - 1) // 4], shape
-        for _ in range(8):
-            predicted = cost_of_work(linear, cells[:, 1], cells[:, 2], cells[:, 3])
-            is_below = predicted < floor
-            if not 2 <= int(is_below.sum()) <= len(cells) - 4:
-                break
-            floor = _weighted_mean(count[is_below], time[is_below])
-            above = cells[~is_below]
-            weight = above[:, 0] / np.maximum(predicted[~is_below], floor) ** 2
-            sums = sums_of(np.vstack([np.ones(len(above)), above[:, 1:4].T]), above[:, 4], weight)
-            linear = additive(solve(_drawn_to(shape, sums, len(above), math.fsum(above[:, 0].tolist()))))
-        else:
-            trial = CostModel(*coefficients_of(linear), floor=floor)
-            predicted = _predicted(trial, cells)
-            error = (time - predicted) / _at_least(cells, predicted)
-            squares = math.fsum((count * error * error).tolist())
-            if squares < least:
-                best, least = trial, squares
-    return best
+    linear = shape
+    were_below = np.zeros(len(cells), dtype=np.bool_)
+    for _ in range(MOST_FLOORS):
+        predicted = _predicted(linear, cells)
+        is_below = predicted < floor
+        if not LEAST_BELOW <= int(is_below.sum()) <= len(cells) - 2 * LEAST_BELOW:
+            return None
+        if (is_below == were_below).all():
+            break
+        were_below = is_below
+        floor = _weighted_mean(count[is_below], time[is_below])
+        above = cells[~is_below]
+        weight = above[:, 0] / np.maximum(predicted[~is_below], floor) ** 2
+        sums = sums_of(np.vstack([np.ones(len(above)), above[:, 1:4].T]), above[:, 4], weight)
+        linear = additive(solve(_drawn_to(shape, sums, len(above), math.fsum(above[:, 0].tolist()))))
+    return additive(coefficients_of(linear), floor)
 
 
 def predicts_anything(model: CostModel, cells: Cells) -> bool:
