@@ -280,9 +280,8 @@ class _Refit:
         older[:, 0] *= MEMORY_KEPT_AFTER_CHANGE if self.is_other(best) else MEMORY_KEPT
         groups = [group for group in (older, *self.of_ranks) if len(group)]
         scaled = zip(groups, levels(best.shape, groups), strict=True)
-        return cells.merge(
-            np.vstack([at_level(group, 1.0 / level) for group, level in scaled if level > 0.0]), MEMORY_CELLS
-        )
+        at_shape = [at_level(group, 1.0 / level) for group, level in scaled if level > 0.0]
+        return cells.merge(np.vstack([cells.NONE, *at_shape]), MEMORY_CELLS)
 
 
 def lower_median(values: list[float]) -> float:
