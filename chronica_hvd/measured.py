@@ -140,12 +140,12 @@ class Measured:
         if not (outcome.is_new or outcome.scales != scales or is_other_comm):
             return before
         self._comm = comm
-        self._take(fitted_cost(outcome, comm=self._comm), scales, outcome.scales)
+        self._take(fitted_cost(outcome, comm=comm), outcome.scales)
         self._model = self._with_scales()
         return self._model
 
-    def _take(self, fitted: FittedCost, scales: Sequence[float], found: Sequence[float]) -> None:
-        """Keep a fit and the ranks' scales, those of ranks that are not here any more in the same unit."""
+    def _take(self, fitted: FittedCost, found: Sequence[float]) -> None:
+        """Keep a fit and the ranks' scales; those of ranks that are not here any more in the same unit."""
         scale = fitted.rank_scale or ()
         unit = scale[0] / found[0]
         self._scales = {place: one * unit for place, one in self._scales.items()}
