@@ -186,8 +186,11 @@ class _Refit:
             best = self.better(self.fitted(cells.NONE, has_floor), best, max(certainty, CERTAINTY), fewer=2)
         if best.memory is not self.memory:
             other = self.fitted(cells.NONE, not has_floor)
+        if (other.shape.floor > 0.0) == (best.shape.floor > 0.0):
+            return best
         # Where plans avoid what is below the floor, only the memory knows of it.
-        return self.better(other, best, max(certainty, 1.0), remembered=best.memory)
+        remembered = cells.NONE if best.shape is self.start else best.memory
+        return self.better(other, best, max(certainty, 1.0), remembered=remembered)
 
     def as_it_is(self, shape: CostModel) -> Contender:
         return Contender(shape, (shape, shape), self.changed(shape), self.memory)

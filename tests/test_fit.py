@@ -317,6 +317,17 @@ def test_a_floor_that_is_not_seen_any_more_is_not_forgotten() -> None:
     assert outcome.shape.floor * outcome.unit < 1.2e7  # TRUTH has none
 
 
+def test_a_memory_that_does_not_hold_any_more_does_not_hinder() -> None:
+    before = chronica.CostModel(1e5, 1e6, 100.0, 0.0)
+    rows: list[fit.Row | None] = [unpacked(records(before, 200, seed, 0.1)) for seed in range(4)]
+    memory = refitted(rows, before).memory
+    rows = [unpacked(records(chronica.CostModel(per_size=3e3), 60, seed, 0.1)) for seed in range(4)]
+    outcome = fit.refit(rows, before, [1.0] * 4, [0.0] * 4, memory, BY_SIZE)
+    assert outcome is not None
+    assert outcome.scales == [1.0] * 4
+    assert outcome.shape.predict(1, 800, 640_000) > 0.95 * outcome.shape.predict(32, 800, 20_000)
+
+
 def test_the_same_rows_give_the_same_bits() -> None:
     rows = [unpacked(records(LAUNCH, 100, seed, 0.1)) for seed in range(3)]
     one, other = (refitted([*rows]) for _ in range(2))
