@@ -28,9 +28,8 @@ class Run:
     def __init__(self, case: Case, *, with_optimizer: bool = True) -> None:
         self.case = case
         self.data = Data(case, hvd.size())
-        self.sampler = chronica_hvd.BatchSampler(
-            self.data.sizes, case.batch_size, **self._replicas(), **self.data.plan_options
-        )
+        options = {"refresh": None, **self._replicas(), **self.data.plan_options}  # plans are known beforehand
+        self.sampler = chronica_hvd.BatchSampler(self.data.sizes, case.batch_size, **options)
         if case.cut is not None:
             recut_sampler(self.sampler, case.cut, case.pieces)
         self.loader = chronica_hvd.DataLoader(self.data, batch_sampler=self.sampler, collate_fn=collate, **case.loader)
