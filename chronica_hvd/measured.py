@@ -82,7 +82,7 @@ class Measured:
         Parameters
         ----------
         default
-            What there is to plan with where no ``start`` was given and nothing has been measured.
+            What there is to plan with where nothing has been measured: ``start`` as the plan reads it, or by size.
         places
             (ranks,) host number and local rank of each rank; ``None``: those of before if as many, else unknown.
         ranks
@@ -90,13 +90,12 @@ class Measured:
         speeds
             (ranks,) relative speeds that the plan knows of by itself; ``None``: all alike.
         """
-        begin = self._start or default
         if places is None:
             places = self._places if len(self._places) == ranks else [(-1, rank) for rank in range(ranks)]
         now = tuple((int(host), int(local)) for host, local in places)
         known = (1.0,) * ranks if speeds is None else tuple(map(float, speeds))
-        if self._model is None or (begin, now, known) != (self._default, self._places, self._speeds):
-            self._default, self._places, self._speeds = begin, now, known
+        if self._model is None or (default, now, known) != (self._default, self._places, self._speeds):
+            self._default, self._places, self._speeds = default, now, known
             self._model = self._with_scales()
         return self._model
 
@@ -188,6 +187,7 @@ class Measured:
             "fitted": None if fitted is None else {name: getattr(fitted, name) for name in _FITTED},
             "scales": [[*place, scale] for place, scale in self._scales.items()],
             "drifts": [[*place, drift] for place, drift in self._drifts.items()],
+            "places": [list(place) for place in self._places],
             "memory": self._memory.tolist(),
         }
 
@@ -203,7 +203,7 @@ class Measured:
             raise TypeError(
                 f"the state of a measured cost must be a dict, not {state!r} of type {type(state).__name__}"
             )
-        keys = {"fitted", "scales", "drifts", "memory"}
+        keys = {"fitted", "scales", "drifts", "places", "memory"}
         if set(state) != keys:
             raise ValueError(
                 f"the state of a measured cost must have the keys {sorted(keys)}, not {dict(state)!r:.200}"
@@ -212,8 +212,9 @@ class Measured:
         scales, drifts = (_of_places(name, state[name]) for name in ("scales", "drifts"))
         if any(scale <= 0.0 for scale in scales.values()):
             raise ValueError(f"scales of the state must be positive, not {state['scales']!r}")
-        memory = _loaded_memory(state["memory"])
+        places, memory = _loaded_places(state["places"]), _loaded_memory(state["memory"])
         self._fitted, self._scales, self._drifts, self._memory = fitted, scales, drifts, memory
+        self._places = places  # as long as nobody knows better
         self._comm = 0.0 if fitted is None else fitted.comm
         self._model = None
 
@@ -232,14 +233,19 @@ def _loaded_fit(value: Any) -> FittedCost | None:
 def _of_places(name: str, value: Any) -> dict[Place, float]:
     if not isinstance(value, list | tuple) or not all(isinstance(one, list | tuple) and len(one) == 3 for one in value):
         raise TypeError(f"{name} of the state must be a list of [host, local rank, number], not {value!r}")
-    numbers = {}
-    for host, local, number in value:
-        place = (
-            checks.integer(f"a host in {name} of the state", host),
-            checks.integer(f"a local rank in {name} of the state", local),
-        )
-        numbers[place] = checks.real(f"a number in {name} of the state", number)
-    return numbers
+    places = _loaded_places([one[:2] for one in value])
+    return {
+        place: checks.real(f"a number in {name} of the state", one[2]) for place, one in zip(places, value, strict=True)
+    }
+
+
+def _loaded_places(value: Any) -> tuple[Place, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(one, list | tuple) and len(one) == 2 for one in value):
+        raise TypeError(f"places of the state must be a list of [host, local rank], not {value!r}")
+    return tuple(
+        (checks.integer("a host of the state", host), checks.integer("a local rank of the state", local))
+        for host, local in value
+    )
 
 
 def _loaded_memory(value: Any) -> cells.Cells:

@@ -117,6 +117,7 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
         self._on_report = on_report
         self._default = self._planner.workload.cost
         self._wire()
+        self._adopt_cost()
         self._go_to(checked.epoch, self._whole(checked.epoch))
 
     def _wire(self) -> None:

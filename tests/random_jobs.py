@@ -65,6 +65,11 @@ class Job:
         return self.optimizer.get("backward_passes_per_step", 1) // self.losses  # type: ignore[no-any-return]
 
     @property
+    def follows_times(self) -> bool:
+        """Whether later epochs are planned by what the ranks measure."""
+        return self.plan["refresh"] is not None and self.plan["cost"] is None
+
+    @property
     def moves_samples(self) -> bool:
         """Whether samples or steps change their place, so that a step's samples are known from the plan only."""
         return self.plan["reorder"] != "batch" or self.plan["first"] is not None

@@ -21,7 +21,8 @@ from inprocess import run_ranks
 import chronica_hvd as chronica
 from chronica_hvd.blocks import BLOCK_STEPS
 from chronica_hvd.cost import CostModel
-from chronica_hvd.fit import Row
+from chronica_hvd.fit import Row, summarize
+from chronica_hvd.telemetry import host_number
 
 BATCH_SIZE = 2
 SIZES = np.minimum(np.random.default_rng(5).lognormal(3, 1, 2000), 200).astype(int)
@@ -291,3 +292,48 @@ def test_a_copy_has_a_loop_of_its_own() -> None:
             assert copied.progress.feedback is not training.sampler.progress.feedback
 
     run_ranks(2, train)
+
+
+def taught(ranks: int) -> chronica.Measured:
+    """Return a cost that knows this host's ranks, the second of which is half as fast."""
+    measured = chronica.Measured()
+    places = [(host_number(), rank) for rank in range(ranks)]
+    measured.model(CostModel(), places, ranks)
+    random = np.random.default_rng(0)
+    rows = []
+    for rank in range(ranks):
+        records = np.zeros(200, [(name, "<i8") for name in ("step", "samples", "size", "size2", "elapsed_ns")])
+        records["samples"] = random.integers(1, 30, 200)
+        records["size"] = records["samples"] * random.integers(10, 500, 200)
+        records["elapsed_ns"] = (1000 * records["size"] + 50_000) * (1 + (rank == 1))
+        rows.append(summarize(records, CostModel()))
+    measured.follow(np.array(rows), places, [], [])
+    return measured
+
+
+def test_what_was_measured_goes_on_with_a_state() -> None:
+    def stop(_: int) -> dict[str, Any]:
+        training = Training(2 * BATCH_SIZE * 12, refresh="epoch", cost=taught(2))
+        assert training.sampler.cost.rank_scale == pytest.approx([1.0, 2.0], rel=1e-3)
+        training.epoch(0, steps=5)
+        return training.sampler.state_dict()
+
+    state, other = run_ranks(2, stop)
+    assert json.loads(json.dumps(state)) == state == other
+
+    def resume(_: int) -> Any:
+        training = Training(2 * BATCH_SIZE * 12, refresh="epoch", cost=None)
+        sampler = training.sampler
+        sampler.load_state_dict(state)
+        at_once = sampler.cost.rank_scale
+        assert sampler.state_dict() == state or len(sampler.speeds) != 2
+        assert sampler.plan.loads.shape[1] == len(sampler.speeds)
+        training.epoch(0, steps=1)  # in which the ranks tell where they are
+        sampler.set_epoch(1)
+        return at_once, sampler.cost.rank_scale
+
+    for at_once, told in run_ranks(2, resume):
+        assert at_once == told == pytest.approx([1.0, 2.0], rel=1e-3)
+    for at_once, told in run_ranks(3, resume):  # who is who is not known before it is told
+        assert at_once is None
+        assert told == pytest.approx([1.0, 2.0, 1.0], rel=1e-3)

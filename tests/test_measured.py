@@ -105,7 +105,7 @@ DEFAULT = chronica.CostModel()
 def test_before_anything_is_measured_it_is_the_start() -> None:
     start = chronica.CostModel(1.0, 2.0, 3.0, 4.0)
     other = chronica.CostModel(fixed=5.0)
-    assert chronica.Measured(start).model(other, None, 2) is start
+    assert chronica.Measured(start).model(other, None, 2) is other  # the start as the plan reads it
     assert chronica.Measured(start).start is start
     assert chronica.Measured().model(other, places(3), 3) is other
     assert chronica.Measured().start is None
@@ -120,7 +120,7 @@ def test_before_anything_is_measured_it_is_the_start() -> None:
 def test_a_model_that_is_right_stays_the_same_object() -> None:
     start = chronica.CostModel(*(7.0 * getattr(ALL_TERMS, name) for name in ("fixed", "per_sample", "per_size")), 3.5)
     measured = chronica.Measured(start)
-    assert measured.model(DEFAULT, places(2), 2) is start
+    assert measured.model(start, places(2), 2) is start
     assert measured.follow(rows_of(2), places(2), [], []) is start
     measured = followed(2)
     before = measured.model(DEFAULT, places(2), 2)
@@ -206,7 +206,7 @@ def test_scales_of_the_start_are_where_it_begins() -> None:
         *(getattr(ALL_TERMS, name) for name in ("fixed", "per_sample", "per_size", "per_size2")), [1.0, 2.0]
     )
     measured = chronica.Measured(start)
-    assert measured.model(DEFAULT, places(2), 2) is start
+    assert measured.model(start, places(2), 2) is start
     assert measured.follow(rows_of(2, scale=[1.0, 2.0]), places(2), [], []) is start
     model = measured.follow(rows_of(2, 1), places(2), [], [])
     assert model.rank_scale is not None
@@ -286,8 +286,10 @@ def test_a_state_goes_on_where_it_was_taken() -> None:
         ({"fitted": {"fixed": 1.0}}, ValueError, "fitted of the state must be None or a dict"),
         ({"scales": 3}, TypeError, "scales of the state must be a list of"),
         ({"scales": [[0, 1]]}, TypeError, "scales of the state must be a list of"),
-        ({"scales": [[0, 1.5, 1.0]]}, TypeError, "a local rank in scales of the state must be an integer, not 1.5"),
-        ({"scales": [["a", 1, 1.0]]}, TypeError, "a host in scales of the state must be an integer, not 'a'"),
+        ({"scales": [[0, 1.5, 1.0]]}, TypeError, "a local rank of the state must be an integer, not 1.5"),
+        ({"places": [[0]]}, TypeError, "places of the state must be a list of .host, local rank."),
+        ({"places": [[0, True]]}, TypeError, "a local rank of the state must be an integer, not True"),
+        ({"scales": [["a", 1, 1.0]]}, TypeError, "a host of the state must be an integer, not 'a'"),
         ({"scales": [[0, 1, 0.0]]}, ValueError, "scales of the state must be positive"),
         ({"scales": [[0, 1, math.nan]]}, ValueError, "a number in scales of the state must be finite"),
         ({"drifts": [[0, 1, "x"]]}, TypeError, "a number in drifts of the state must be a number"),

@@ -56,7 +56,8 @@ def global_batches(name: str, legs: list[Leg]) -> list[tuple[list[int], float]]:
             case = case_of(name, ranks)
             options = {**case.plan, "loss_weight": case.loss_weight, "indices": left}
             plan = chronica_hvd.plan(data.sizes, case.speeds or ranks, batch_size, epoch=epoch, **options)
-            mean_total = data.loss_weights[left].sum() / plan.steps
+            # Of the whole epoch, however much of it is left.
+            mean_total = data.loss_weights.sum() / -(-len(data) // (ranks * batch_size))
             for step in range(steps or plan.steps):
                 samples = step_samples(plan, step)
                 total = data.loss_weights[samples].sum()
