@@ -96,7 +96,9 @@ class CostModel:
         records
             Structured array with the integer fields ``samples, size, size2, elapsed_ns``, as :meth:`StepTimer.drain`
             returns it; at least one record, of different shapes if more than one coefficient is to be told apart. Or a
-            list of such arrays, one per rank: ``rank_scale`` is then fitted too, the median rank's being 1.
+            list of such arrays, one per rank: ``rank_scale`` is then fitted too, the median rank's being 1. ``size``
+            and ``size2`` being integers, state sizes in a unit of which a sample has many: of sizes around 0.1 little
+            is left.
         start
             What is believed so far, in any unit; ``None``: by size.
 
@@ -118,27 +120,28 @@ class FittedCost(CostModel):
 
     Parameters
     ----------
-    form
-        ``"additive"``, or ``"floor"`` where small micro-batches all take the same time.
     records
-        How many records it stands on.
+        How many records it stands on: outliers left out, and those of earlier refreshes counted the less the older.
     median_error
-        The median |predicted − measured| ÷ measured of records that the fit had not seen (of all where they are few).
+        The median |predicted − measured| ÷ measured of records that the fit had not seen, unless there is one only.
     comm
         Duration of the allreduce in nanoseconds; 0: not measured. Plans use it where their own ``comm`` is 0.
     """
 
-    form: str = "additive"
     records: int = 0
     median_error: float = 0.0
     comm: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.choice("form", self.form, ("additive", "floor"))
         for name in ("records", "median_error", "comm"):
             kind = checks.integer if name == "records" else checks.real
             object.__setattr__(self, name, kind(name, getattr(self, name), least=0))
+
+    @property
+    def form(self) -> str:
+        """``"additive"``, or ``"floor"`` where small micro-batches all take the same time."""
+        return "floor" if self.floor > 0.0 else "additive"
 
     def __repr__(self) -> str:
         terms = zip(coefficients_of(self), ("", " · n", " · S1", " · S2"), strict=True)

@@ -20,7 +20,7 @@ FEW_RECORDS = 32
 #: How far from the start's a coefficient's share of the time may be expected to lie.
 EXPECTED_CHANGE = 0.3
 #: Errors are relative to what is predicted; of what takes less than this share of the mean, to that: it matters less.
-LEAST_SHARE = 0.1
+LEAST_SHARE_OF_MEAN = 0.1
 #: Where less than this share of the time depends on the work, it is not known how; see :func:`bounded`.
 LEAST_VARYING, BEYOND_LARGEST = 0.15, 1.5
 #: Shape and free factors are found by turns, at most so many.
@@ -249,7 +249,7 @@ def _predicted(model: CostModel, cells: Cells) -> NDArray[np.float64]:
 
 def _at_least(cells: Cells, predicted: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return what errors are relative to."""
-    least = LEAST_SHARE * _weighted_mean(cells[:, 0], predicted)
+    least = LEAST_SHARE_OF_MEAN * _weighted_mean(cells[:, 0], predicted)
     return np.maximum(predicted, least) if least > 0.0 else np.ones(len(cells))
 
 
