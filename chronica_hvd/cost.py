@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Any, ClassVar
 
 import numpy as np
@@ -164,24 +163,3 @@ def cost_of_work(model: CostModel, samples: Any, size: Any, size2: Any) -> Any:
     """Return what :meth:`CostModel.predict` does, of numbers that are known to be right."""
     cost = model.fixed + model.per_sample * samples + (model.per_size * size + model.per_size2 * size2)
     return np.maximum(model.floor, cost) if model.floor > 0.0 else cost
-
-
-def non_negative_least_squares(columns: NDArray[np.float64], target: NDArray[np.float64]) -> list[float]:
-    """Return x ≥ 0 that minimises |columns · x − target|², trying every set of non-zero coefficients."""
-    scale = np.linalg.norm(columns, axis=0)
-    scale[scale == 0.0] = 1.0
-    count = columns.shape[1]
-    best = np.zeros(count)
-    least = float(target @ target)
-    rounding = 1e-24 * least
-    for chosen in (list(c) for size in range(1, count + 1) for c in combinations(range(count), size)):
-        solution, _, rank, _ = np.linalg.lstsq(columns[:, chosen] / scale[chosen], target, rcond=None)
-        if rank < len(chosen) or (solution < 0).any():
-            continue
-        residual = columns[:, chosen] / scale[chosen] @ solution - target
-        # More coefficients must earn their place: a tie within rounding keeps the simpler model.
-        if float(residual @ residual) < least * (1.0 - 1e-9) - rounding:
-            least = float(residual @ residual)
-            best = np.zeros(count)
-            best[chosen] = solution / scale[chosen]
-    return [float(value) for value in best]
