@@ -115,17 +115,15 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
         self._measured = None if self.evaluation else measured
         self._blocks_of_refresh = None if refresh is None or isinstance(refresh, str) else int(refresh)
         self._on_report = on_report
-        self._default = self._planner.workload.cost
+        self._given = self._planner
         self._wire()
         self._adopt_cost()
         self._go_to(checked.epoch, self._whole(checked.epoch))
 
     def _wire(self) -> None:
         """Begin without a loop, and without an optimizer."""
-        feedback = None
-        if self._measured is not None or self._on_report is not None:
-            feedback = Feedback(self._measured, self._default, self._blocks_of_refresh, self._on_report)
-        self.progress = Progress(feedback)
+        feedback = Feedback(self._given, self._measured, self._blocks_of_refresh, self._on_report)
+        self.progress = Progress(None if self.evaluation else feedback)
 
     @property
     def epoch(self) -> int:
@@ -210,7 +208,7 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
         self._adopt_cost()
         if self._planner is not before and not self.evaluation:
             segment = dataclasses.replace(planned.segment, before=planned.consumed(start))
-            planned, start = Planned(self._planner, planned.epoch, segment, before), 0
+            planned, start = Planned(self._planner, planned.epoch, segment, self._given), 0
         self._go_to(self._epoch, planned, start)
         return self.course
 
@@ -275,7 +273,7 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
         """Return all of an epoch that is left; evaluations have one plan for all epochs."""
         planner = self._planner
         segment = Segment(planner.workload.samples, planner.global_batch, self.drop_last, before)
-        return Planned(planner, 0 if self.evaluation else epoch, segment)
+        return Planned(planner, 0 if self.evaluation else epoch, segment, self._given)
 
     @functools.cached_property
     def _identity(self) -> dict[str, int | str]:
