@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from chronica_hvd.blocks import BLOCK_STEPS
 from chronica_hvd.cost import CostModel
 from chronica_hvd.course import Course
-from chronica_hvd.measured import Measured
+from chronica_hvd.measured import Measured, Place
 from chronica_hvd.planner import Planner
 from chronica_hvd.report import EpochReport
-from chronica_hvd.telemetry import Place, StepTimes, Telemetry, gathered
+from chronica_hvd.telemetry import StepTimes, Telemetry, gathered
 from chronica_hvd.tickets import OpenStep
 from chronica_hvd.timing import Timing
 from chronica_hvd.user_warning import warn

@@ -53,11 +53,12 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
         largest first, so that global batches hold samples alike. The step with the largest micro-batch comes first:
         memory runs out at once or never. All epochs have one plan. See :class:`chronica_hvd.Mean`.
     on_report
-        A function that is given each epoch's :class:`EpochReport`, when its last step is finished; on every rank the
-        same. Its times are those of the optimizer that was wrapped last.
+        A function that is given each epoch's :class:`EpochReport`, when its last step is finished; all ranks that give
+        one get the same. Its times are those of the optimizer that was wrapped last.
     options
-        The keyword options of :func:`chronica_hvd.plan`; ``epoch`` is the first epoch, and ``cost`` may be a
-        :class:`Measured` too.
+        The keyword options of :func:`chronica_hvd.plan`; ``epoch`` is the first epoch. ``cost`` may be a
+        :class:`Measured` too; where it is, or is not given, ``comm`` holds until a cost is measured, with which the
+        allreduce is.
 
     Attributes
     ----------

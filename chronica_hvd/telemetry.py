@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from chronica_hvd import fit
 from chronica_hvd.blocks import BLOCK_STEPS
 from chronica_hvd.cost import CostModel
+from chronica_hvd.measured import Place
 from chronica_hvd.timing import Reader, Timing
 from chronica_hvd.world import World
 
@@ -22,9 +23,6 @@ HEADER = 3
 
 #: Times of each step, in nanoseconds; NaN: unknown.
 TIMES = ("compute", "data_wait", "wait", "period")
-
-#: Where a rank is: a number for its host, and its number there.
-Place = tuple[int, int]
 
 #: What a fit stands on at most: the latest records, of so many rows.
 MOST_RECORDS, MOST_ROWS = 4096, 64
