@@ -84,7 +84,7 @@ class Agreement:
         from chronica_hvd import gather
 
         hvd = horovod()
-        with gather._talking(self._what):
+        with gather.talking(self._what):
             own = torch.from_numpy(array.copy())
             every = hvd.allgather(own, name=f"{self._name}.{name}", process_set=self.world.process_set)
         return np.asarray(every.numpy())

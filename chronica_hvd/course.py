@@ -63,7 +63,7 @@ class Course:
 
     @property
     def planner(self) -> Planner:
-        """Who has made the newest plan."""
+        """Who was to make the newest plan."""
         return self._legs[-1].planned.planner
 
     @property
@@ -74,7 +74,7 @@ class Course:
     @property
     def cost(self) -> CostModel | NDArray[np.float64]:
         """What a sample costs, as the newest plan believes."""
-        return self.planner.workload.cost
+        return self._legs[-1].planned.maker.workload.cost
 
     def leg_at(self, step: int) -> Leg:
         """Return the leg that a step belongs to."""
@@ -92,7 +92,7 @@ class Course:
         """Return (steps, ranks) what a model expects, on ranks that are as fast as the plan was told."""
         expected = [np.empty((0, self.plan.ranks))]
         for leg, of_leg in self.stretches(steps):
-            plan, work = leg.planned.plan, leg.planned.planner.workload
+            plan, work = leg.planned.plan, leg.planned.maker.workload
             first = (of_leg.start - leg.first) * plan.ranks
             parts = plan.parts[first : first + len(of_leg) * plan.ranks + 1]
             offsets = plan.offsets[parts[0] : parts[-1] + 1]
@@ -124,7 +124,7 @@ class Course:
             yield from [self._ticket(leg, step, rank) for step in steps]
 
     def _ticket(self, leg: Leg, step: int, rank: int) -> StepTicket:
-        planner, plan, own = leg.planned.planner, leg.planned.plan, step - leg.first
+        planner, plan, own = leg.planned.maker, leg.planned.plan, step - leg.first
         part = plan.part(own, rank)
         divisor = float(plan.divisors[own])
         divides_by_own = planner.options.normalize != "epoch"
@@ -158,7 +158,7 @@ class Course:
         with self._granting:
             yield
 
-    def renew(self, planner: Planner, granted: int) -> None:
+    def renew(self, planner: Planner, granted: int, fallback: Planner | None = None) -> None:
         """Plan what no rank has been ``granted`` anew, by another planner; to be called within :meth:`holding`.
 
         With ``reorder="window"`` from the next window on: samples have been moved between the steps of this one.
@@ -169,5 +169,5 @@ class Course:
         first = last.first + -(-(granted - last.first) // stride) * stride
         if first < self.end:
             left = dataclasses.replace(last.planned.segment, before=last.planned.consumed(first - last.first))
-            planned = Planned(planner, last.planned.epoch, left, last.planned.planner)
+            planned = Planned(planner, last.planned.epoch, left, fallback)
             self._legs = [*legs, Leg(first, planned)]

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from chronica_hvd.blocks import BLOCK_STEPS
 from chronica_hvd.cost import CostModel
 from chronica_hvd.course import Course
-from chronica_hvd.measured import Measured
+from chronica_hvd.measured import Measured, Place
 from chronica_hvd.planner import Planner
 from chronica_hvd.report import EpochReport
-from chronica_hvd.telemetry import Place, StepTimes, Telemetry, gathered
+from chronica_hvd.telemetry import StepTimes, Telemetry, gathered
 from chronica_hvd.tickets import OpenStep
 from chronica_hvd.timing import Timing
 from chronica_hvd.user_warning import warn
@@ -29,34 +29,46 @@ class Feedback:
 
     Parameters
     ----------
+    given
+        Who plans with the cost that was given: where the measured one begins, and what remains if it has no plan.
     measured
         The cost that follows what was measured; ``None``: plans do not follow.
-    default
-        The cost as given: what the measured one starts from, if it does not know better.
     blocks
         So many blocks of steps make a refresh within an epoch; ``None``: none is made there.
     on_report
         Is given each epoch's :class:`EpochReport`.
+
+    Attributes
+    ----------
+    is_wanted
+        Whether this rank has a use for what is told.
+    is_agreed
+        Whether any rank has, as far as the ranks have told one another.
     """
 
     def __init__(
         self,
+        given: Planner,
         measured: Measured | None,
-        default: CostModel | NDArray[np.float64],
         blocks: int | None = None,
         on_report: Callable[[EpochReport], object] | None = None,
     ) -> None:
-        self._default = default if isinstance(default, CostModel) else CostModel()
+        cost = given.workload.cost
+        self._default = cost if isinstance(cost, CostModel) else CostModel()
+        self._given = given
         self._measured = measured or Measured(self._default)
         self._plans = measured is not None
         self._blocks = blocks
         self._on_report = on_report
+        self.is_wanted = self._plans or on_report is not None
+        self.is_agreed = self.is_wanted
         self._leader: Timing | None = None
         self._telemetry: Telemetry | None = None
         self._places: tuple[Place, ...] | None = None
         self._course: Course | None = None
         self._window = range(0)  # the steps that were told of last
         self._is_due = False  # a fit
+        self._steps_at_once = 1  # that an update finishes
         self._waits: list[float] = []  # the smallest of each step since the last fit, in ns
         self._last_backwards: list[float] = []  # how long the allreduce could overlap with the last backward pass there
         self._times: list[StepTimes] = []  # of the epoch so far
@@ -106,9 +118,12 @@ class Feedback:
         last = closing[-1]
         end = last.ticket.step + 1 if last.ticket.is_last else closing[0].ticket.step
         self._window = range(self._window.stop, max(self._window.stop, end))
-        # Fits take milliseconds, so only when they are used; and at a loop's begin, of what others have left behind.
-        blocks = self._window.stop // BLOCK_STEPS
-        self._is_due = not self._window or last.ticket.is_last or bool(self._blocks and blocks % self._blocks == 0)
+        self._steps_at_once = max(self._steps_at_once, len(closing))
+        # Fits take tens of milliseconds, so only where they are used; and at a loop's begin, of what others have left.
+        is_due = not self._window or last.ticket.is_last
+        if self._blocks is not None:
+            is_due |= self._window.stop // BLOCK_STEPS % self._blocks == 0
+        self._is_due = is_due and self.is_agreed
         with self._course.holding():
             model = self._model(self._course.planner) if self._is_due else None
             yield self._telemetry.row(self._window, last.micro_batches, self._course.granted, model)
@@ -118,9 +133,13 @@ class Feedback:
         assert self._course is not None
         told = gathered(rows, len(self._window))
         self._places = told.places
+        if not self.is_agreed:
+            return
         if self._on_report is not None:
             self._times.append(told.times)
-        self._waits += np.fmin.reduce(told.times.wait, axis=1).tolist()
+        waits = np.fmin.reduce(told.times.wait, axis=1)
+        # Of an update of several steps nobody knows which of them the allreduce overlaps with.
+        self._waits += (waits if self._steps_at_once == 1 else waits * np.nan).tolist()
         self._last_backwards += self._planned_overlaps(told.times)
         if self._is_due:
             self._measured.follow(told.summaries, told.places, self._waits, self._last_backwards)
@@ -149,7 +168,7 @@ class Feedback:
         assert self._course is not None
         planner = self.planner(self._course.planner)
         if planner is not self._course.planner:
-            self._course.renew(planner, granted)
+            self._course.renew(planner, granted, self._given)
 
     def _make_report(self, epoch: int) -> EpochReport:
         assert self._course is not None
@@ -176,7 +195,7 @@ class Feedback:
 
 
 def _ratio(measured: NDArray[np.float64], planned: NDArray[np.float64]) -> float:
-    """Return nanoseconds per unit of a plan, which is taken to be right on the whole; the same bits everywhere."""
+    """Return nanoseconds per unit of a plan, taken to be right on the whole; NaN: unknown. The same bits everywhere."""
     is_known = ~np.isnan(measured)
     total = math.fsum(planned[is_known].tolist())
-    return math.fsum(measured[is_known].tolist()) / total if total > 0.0 else 0.0
+    return math.fsum(measured[is_known].tolist()) / total if total > 0.0 else math.nan

@@ -69,7 +69,7 @@ def compare_plans(
     ticket = standing.ticket
     # The upper half would not fit int64; 63 bits of a hash are as good as 64.
     held = (int(ticket.fingerprint, 16) >> 1, ticket.epoch, ticket.step, standing.finished, standing.data)
-    with _talking(f"the comparison of plans of step {ticket.step} of epoch {ticket.epoch}"):
+    with talking(f"the comparison of plans of step {ticket.step} of epoch {ticket.epoch}"):
         numbers = np.array([*held, standing.left_out, standing.idle, *notes], dtype=np.int64)
         own = torch.from_numpy(np.concatenate([numbers, telemetry.view(np.int64)])[None])  # bits travel as they are
         gathered = horovod().allgather(own, name=f"chronica.plan.{name}", process_set=world.process_set).numpy()
@@ -152,7 +152,7 @@ def add_up(
     header = [number, unknown if plan is None else int(plan, 16) >> 1, unknown if kind is None else int(kind)]
     of_shape = [unknown] if shape is None else [len(shape), *shape]
     of_shape += [unknown] * (1 + MOST_DIMENSIONS - len(of_shape))
-    with _talking("Mean.result()"):
+    with talking("Mean.result()"):
         own = torch.tensor([header + of_shape], dtype=torch.int64)
         every = hvd.allgather(own, name="chronica.mean.header", process_set=world.process_set).tolist()
     means = {rank: row[0] for rank, row in enumerate(every)}
@@ -179,13 +179,13 @@ def add_up(
     if not shapes:
         return None, None
     shape = torch.Size(next(iter(shapes.values())))
-    with _talking("Mean.result()"):
+    with talking("Mean.result()"):
         summed = torch.zeros(shape.numel() + 1, dtype=torch.float64) if sums is None else sums.clone()
         return shape, hvd.allreduce(summed, op=hvd.Sum, name="chronica.mean", process_set=world.process_set)
 
 
 @contextlib.contextmanager
-def _talking(what: str) -> Iterator[None]:
+def talking(what: str) -> Iterator[None]:
     """Do what collectives need: say when they wait long, and use tensors that Horovod may write to at any time."""
     with waits_for(what), torch.inference_mode(False), torch.no_grad():
         yield
@@ -261,7 +261,7 @@ def average_of_step(value: Any, step: OpenStep, world: World, name: str) -> Any:
 
 def _weighted_mean(values: list[torch.Tensor], step: OpenStep, world: World, name: str) -> torch.Tensor:
     """Return the mean over the ranks' micro-batches, by the weights of their gradients."""
-    with _talking(f"{name} of step {step.ticket.step} of epoch {step.ticket.epoch}"):
+    with talking(f"{name} of step {step.ticket.step} of epoch {step.ticket.epoch}"):
         result_dtype = functools.reduce(torch.promote_types, [single.dtype for single in values])
         # Horovod cannot send bfloat16, and half precision would lose what averaging gains.
         dtype = torch.promote_types(result_dtype, torch.float32)

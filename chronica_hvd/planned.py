@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import threading
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +18,14 @@ from chronica_hvd.user_warning import warn
 class Planned:
     """A segment of an epoch and its plan, which is made when first asked for.
 
-    Where ``planner`` goes by a measured cost and finds no plan, ``fallback`` makes it, on every rank alike.
+    Parameters
+    ----------
+    planner
+        Who is to plan.
+    epoch, segment
+        What.
+    fallback
+        Who plans if ``planner``, which goes by a measured cost, finds no plan; on every rank alike.
     """
 
     def __init__(self, planner: Planner, epoch: int, segment: Segment, fallback: Planner | None = None) -> None:
@@ -24,19 +33,41 @@ class Planned:
         self.epoch = epoch
         self.segment = segment
         self._fallback = fallback
+        self._planning = threading.Lock()  # a wrapper may read ahead in a thread of its own
+        self._made: tuple[Plan, Planner] | None = None
 
-    @functools.cached_property
+    @property
     def plan(self) -> Plan:
         """The plan of what is left."""
+        return self._plan_and_maker()[0]
+
+    @property
+    def maker(self) -> Planner:
+        """Who has made the plan: the planner, or its fallback."""
+        return self._plan_and_maker()[1]
+
+    def _plan_and_maker(self) -> tuple[Plan, Planner]:
+        with self._planning:
+            if self._made is None:
+                self._made = self._make()
+        return self._made
+
+    def _make(self) -> tuple[Plan, Planner]:
         left = self.segment.left()
         try:
-            return self.planner.plan(self.epoch, left)
+            return self.planner.plan(self.epoch, left), self.planner
         except ValueError as error:
             if self._fallback is None or self._fallback is self.planner:
                 raise
-            warn(f"the measured cost is not used in epoch {self.epoch}, but the one before it: {error}")
-            self.planner = self._fallback
-            return self.planner.plan(self.epoch, left)
+            warn(f"the measured cost is not used in epoch {self.epoch}, but the one given: {error}")
+            return self._fallback.plan(self.epoch, left), self._fallback
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_planning"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._planning = threading.Lock()
 
     @functools.cached_property
     def _places(self) -> NDArray[np.int64]:

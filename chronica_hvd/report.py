@@ -103,7 +103,6 @@ class EpochReport:
         wait: Any,
         period: Any,
         loads: Any,
-        rank_scale: Any = None,
         expected: Any = None,
     ) -> EpochReport:
         """Return the report of an epoch from its times, arrays (steps, ranks) in ns; NaN where unknown.
@@ -122,17 +121,16 @@ class EpochReport:
             From the end of the step before until the end of this one; NaN in the first.
         loads
             The loads of the plan, in a unit that may change from step to step.
-        rank_scale
-            (ranks,) or (steps, ranks) what the loads contain for ranks believed to be slow; ``None``: nothing.
         expected
             What the compute should have taken on ranks as fast as declared, by a cost model fitted since, in any unit;
-            ``None``: loads ÷ rank_scale. Give it where the plan's model may be wrong: a plan deals a step's samples to
-            the ranks in the order of their sizes, so what it has wrong of some sizes looks like a slow rank.
+            ``None``: the loads. Give it where the plan's model may be wrong, or believes ranks to be slow: a plan deals
+            a step's samples to the ranks in the order of their sizes, so what it has wrong of some sizes looks like a
+            slow rank.
 
         Raises
         ------
         TypeError, ValueError
-            An array is none of numbers, or not of the shape of ``compute``; rank_scale is not positive.
+            An array is none of numbers, or not of the shape of ``compute``.
         """
         epoch = checks.integer("epoch", epoch, least=0)
         c = _table("compute", compute)
@@ -141,8 +139,7 @@ class EpochReport:
         w = _table("wait", wait, shape, least=-np.inf)  # below 0 where all of the period is explained
         p = _table("period", period, shape)
         planned = _table("loads", loads, shape)
-        scale = np.ones(shape) if rank_scale is None else _scale(rank_scale, shape)
-        work = planned / scale if expected is None else _table("expected", expected, shape)
+        work = planned if expected is None else _table("expected", expected, shape)
         is_known = ~np.isnan(c + d + w)
         ranks = np.flatnonzero(is_known.any(axis=0)) if is_known.any() else np.arange(shape[1])
         steps = is_known[:, ranks].all(axis=1)
@@ -238,16 +235,6 @@ def _table(name: str, values: Any, shape: tuple[int, ...] | None = None, least: 
     if shape not in (None, table.shape):
         raise ValueError(f"{name} must be of the shape of compute, {shape}, not of shape {table.shape}")
     return np.where((table >= least) & (table < np.inf), np.maximum(table, 0.0), np.nan)
-
-
-def _scale(rank_scale: Any, shape: tuple[int, ...]) -> Array:
-    """Return rank_scale as a table."""
-    scale = checks.amounts("rank_scale", rank_scale)
-    if scale.shape not in (shape, shape[1:]):
-        raise ValueError(f"rank_scale must be of shape {shape[1:]} or {shape}, not of shape {scale.shape}")
-    if not (scale > 0.0).all():
-        raise ValueError(f"rank_scale must be positive on every rank, not {scale.tolist()}")
-    return np.broadcast_to(scale, shape)
 
 
 def _plain(value: Any) -> Any:

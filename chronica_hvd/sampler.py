@@ -53,11 +53,12 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
         largest first, so that global batches hold samples alike. The step with the largest micro-batch comes first:
         memory runs out at once or never. All epochs have one plan. See :class:`chronica_hvd.Mean`.
     on_report
-        A function that is given each epoch's :class:`EpochReport`, when its last step is finished; on every rank the
-        same. Its times are those of the optimizer that was wrapped last.
+        A function that is given each epoch's :class:`EpochReport`, when its last step is finished; all ranks that give
+        one get the same. Its times are those of the optimizer that was wrapped last.
     options
-        The keyword options of :func:`chronica_hvd.plan`; ``epoch`` is the first epoch, and ``cost`` may be a
-        :class:`Measured` too.
+        The keyword options of :func:`chronica_hvd.plan`; ``epoch`` is the first epoch. ``cost`` may be a
+        :class:`Measured` too; where it is, or is not given, ``comm`` holds until a cost is measured, with which the
+        allreduce is.
 
     Attributes
     ----------
@@ -115,17 +116,15 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
         self._measured = None if self.evaluation else measured
         self._blocks_of_refresh = None if refresh is None or isinstance(refresh, str) else int(refresh)
         self._on_report = on_report
-        self._default = self._planner.workload.cost
+        self._given = self._planner
         self._wire()
         self._adopt_cost()
         self._go_to(checked.epoch, self._whole(checked.epoch))
 
     def _wire(self) -> None:
         """Begin without a loop, and without an optimizer."""
-        feedback = None
-        if self._measured is not None or self._on_report is not None:
-            feedback = Feedback(self._measured, self._default, self._blocks_of_refresh, self._on_report)
-        self.progress = Progress(feedback)
+        feedback = Feedback(self._given, self._measured, self._blocks_of_refresh, self._on_report)
+        self.progress = Progress(None if self.evaluation else feedback)
 
     @property
     def epoch(self) -> int:
@@ -210,7 +209,7 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
         self._adopt_cost()
         if self._planner is not before and not self.evaluation:
             segment = dataclasses.replace(planned.segment, before=planned.consumed(start))
-            planned, start = Planned(self._planner, planned.epoch, segment, before), 0
+            planned, start = Planned(self._planner, planned.epoch, segment, self._given), 0
         self._go_to(self._epoch, planned, start)
         return self.course
 
@@ -275,7 +274,7 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
         """Return all of an epoch that is left; evaluations have one plan for all epochs."""
         planner = self._planner
         segment = Segment(planner.workload.samples, planner.global_batch, self.drop_last, before)
-        return Planned(planner, 0 if self.evaluation else epoch, segment)
+        return Planned(planner, 0 if self.evaluation else epoch, segment, self._given)
 
     @functools.cached_property
     def _identity(self) -> dict[str, int | str]:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from chronica_hvd import fit
 from chronica_hvd.blocks import BLOCK_STEPS
 from chronica_hvd.cost import CostModel
+from chronica_hvd.measured import Place
 from chronica_hvd.timing import Reader, Timing
 from chronica_hvd.world import World
 
@@ -23,13 +24,13 @@ HEADER = 3
 #: Times of each step, in nanoseconds; NaN: unknown.
 TIMES = ("compute", "data_wait", "wait", "period")
 
-#: Where a rank is: a number for its host, and its number there.
-Place = tuple[int, int]
-
 #: What a fit stands on at most: the latest records, of so many rows.
 MOST_RECORDS, MOST_ROWS = 4096, 64
 
-ROW = HEADER + fit.ROW + len(TIMES) * BLOCK_STEPS
+#: Steps that a row has room for: a block, and those of an update that reaches beyond it.
+SLOTS = BLOCK_STEPS + 16
+
+ROW = HEADER + fit.ROW + len(TIMES) * SLOTS
 
 
 class StepTimes(NamedTuple):
@@ -130,26 +131,30 @@ class Telemetry:
 
     def _times(self, steps: range, micro_batches: int, records: NDArray[Any]) -> StepTimes:
         finished = self._reader.steps()
-        finished = finished[(finished["step"] >= steps.start) & (finished["step"] < steps.start + BLOCK_STEPS)]
+        # An update may finish several steps, which then share its time evenly.
+        updates, of_step, shares = np.unique(finished["finished_ns"], return_inverse=True, return_counts=True)
+        periods = np.diff(updates, prepend=self._finished_ns)
+        if len(updates):
+            self._finished_ns = float(updates[-1])
         place = finished["step"] - steps.start
+        is_told = (place >= 0) & (place < SLOTS)
+        place = place[is_told]
 
         def by_step(values: Any) -> NDArray[np.float64]:
-            of_all = np.full(BLOCK_STEPS, np.nan)
-            of_all[place] = values
+            of_all = np.full(SLOTS, np.nan)
+            of_all[place] = values[is_told]
             return of_all
 
         awaited = by_step(finished["micro_batches"])
-        if len(steps) and len(steps) <= BLOCK_STEPS and np.isnan(awaited[len(steps) - 1]):
+        if 0 < len(steps) <= SLOTS and np.isnan(awaited[len(steps) - 1]):
             awaited[len(steps) - 1] = micro_batches
-        compute = _sums(records, steps.start, awaited)
-        ended_ns = by_step(finished["finished_ns"])
-        period = np.diff(ended_ns, prepend=self._finished_ns)
-        if len(finished):
-            self._finished_ns = float(finished["finished_ns"][-1])
-        data_wait, synchronize = by_step(finished["data_wait_ns"]), by_step(finished["synchronize_ns"])
+        compute, data_wait = _sums(records, steps.start, awaited), by_step(finished["data_wait_ns"])
+        busy = np.zeros(len(updates))  # in all of an update's steps
+        np.add.at(busy, of_step[is_told], (compute + data_wait)[place])
         # On a device, synchronize() waits for the rest of the own compute too.
-        wait = np.fmin(synchronize, np.maximum(period - compute - data_wait, 0.0))
-        return StepTimes(compute, data_wait, wait, period)
+        wait = np.fmin(finished["synchronize_ns"], np.maximum(periods - busy, 0.0)[of_step])
+        others = (periods - busy)[of_step] / shares[of_step]
+        return StepTimes(compute, data_wait, by_step(wait / shares[of_step]), compute + data_wait + by_step(others))
 
 
 def _sums(records: NDArray[Any], first: int, awaited: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -168,6 +173,6 @@ def gathered(rows: NDArray[np.float64], steps: int) -> Gathered:
     if len(set(places)) < len(places):  # hosts of one name
         places = tuple((-1, rank) for rank in range(len(places)))
     of_steps = np.full((len(TIMES), steps, len(rows)), np.nan)
-    told = times.reshape(len(rows), len(TIMES), BLOCK_STEPS).transpose(1, 2, 0)[:, :steps]
+    told = times.reshape(len(rows), len(TIMES), SLOTS).transpose(1, 2, 0)[:, :steps]
     of_steps[:, : told.shape[1]] = told
     return Gathered(places, int(header[:, 2].max()), summaries, StepTimes(*of_steps))

@@ -47,6 +47,8 @@ class Reader:
 
     def add_micro_batches(self, records: NDArray[Any]) -> None:
         """Keep what the timer has handed out."""
+        if self._micro_batches and not len(records):
+            return
         self._micro_batches.append(records)
         while (superfluous := sum(map(len, self._micro_batches)) - self._capacity) > 0:
             oldest = self._micro_batches.popleft()

@@ -161,7 +161,7 @@ class Weigher:
                 )
         self._cursor.end_unended_compute()
         feedback = self._feedback
-        if self._cursor.must_compare(at_end=feedback is not None):
+        if self._cursor.must_compare(at_end=feedback is not None and feedback.is_agreed):
             self._compare(feedback, is_given_up=is_given_up)
         self._have_sparse_gradients()
         if self._amounts is not None and (weights := self._cursor.closing_weights) is not None:
@@ -244,15 +244,17 @@ class Weigher:
         own = [_sparse_dim(parameter) for parameter in self._parameters]
         is_used = amounts is not None and amounts.is_used
         standing = Standing(ticket, self._progress.data, cursor.finished_steps, cursor.left_out, cursor.idle)
-        notes = [int(is_used), int(is_given_up), *own]
+        is_wanted = feedback is not None and feedback.is_wanted
+        notes = [int(is_used), int(is_given_up), int(is_wanted), *own]
         if feedback is None:
-            (uses_amounts, gives_up, *sparse_dims), _ = compare_plans(self._world, self._name, standing, notes)
+            notes, _ = compare_plans(self._world, self._name, standing, notes)
         else:
             closing = cursor.closing
             with feedback.telling(closing) as row:
                 notes, rows = compare_plans(self._world, self._name, standing, notes, row)
+                feedback.is_agreed = bool(notes[2])
                 feedback.follow(rows, closing)
-            uses_amounts, gives_up, *sparse_dims = notes
+        uses_amounts, gives_up, _, *sparse_dims = notes
         if not gives_up:  # on any rank: all must agree on what to compare next
             cursor.note_compared()
         if amounts is not None and uses_amounts:

@@ -157,8 +157,8 @@ def test_a_cost_without_a_plan_leaves_the_one_before() -> None:
         raise ValueError("no plan")
 
     planner.plan = fails  # type: ignore[method-assign, assignment]
-    course.renew(planner, 64)
-    with pytest.warns(UserWarning, match="the measured cost is not used in epoch 0, but the one before it: no plan"):
+    course.renew(planner, 64, course.planner)
+    with pytest.warns(UserWarning, match="the measured cost is not used in epoch 0, but the one given: no plan"):
         plan = course.plan
     assert plan.steps == course.end - 64
     assert course.cost == CostModel()

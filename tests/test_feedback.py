@@ -9,6 +9,7 @@ import copy
 import itertools
 import json
 import pickle
+import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +23,7 @@ import chronica_hvd as chronica
 from chronica_hvd.blocks import BLOCK_STEPS
 from chronica_hvd.cost import CostModel
 from chronica_hvd.fit import Row, summarize
+from chronica_hvd.planner import Planner
 from chronica_hvd.telemetry import host_number
 
 BATCH_SIZE = 2
@@ -163,11 +165,36 @@ def test_never_without_refresh_nor_with_a_given_cost() -> None:
             first = training.sampler.cost
             training.epoch(0)
             training.epoch(1)
-            return first, training.sampler.cost, training.sampler.progress.feedback
+            return first, training.sampler.cost, training.sampler.progress.feedback.is_agreed
 
-        for first, last, feedback in run_ranks(2, train):
+        for first, last, is_agreed in run_ranks(2, train):
             assert first is last
-            assert feedback is None
+            assert not is_agreed
+
+
+@pytest.mark.parametrize("depths", [(0, 0), (0, 70)])
+def test_a_cost_without_a_plan_is_passed_over_by_all_ranks_alike(
+    depths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = Planner.plan
+
+    def fails_at_times(self: Planner, *arguments: Any) -> chronica.Plan:
+        if isinstance(self.workload.cost, CostModel) and self.workload.cost.per_sample % 2 == 1:
+            raise ValueError("max_size could not be kept")
+        return make(self, *arguments)
+
+    monkeypatch.setattr(Planner, "plan", fails_at_times)
+
+    def train(rank: int) -> Training:
+        training = Training(2 * BATCH_SIZE * 5 * BLOCK_STEPS, ahead=depths[rank])
+        for epoch in range(2):  # its cost is chosen by set_epoch()
+            training.epoch(epoch)
+        return training
+
+    with pytest.warns(UserWarning, match="the measured cost is not used in epoch ., but the one given: max_size"):
+        one, other = run_ranks(2, train)
+    assert one.plans == other.plans
+    assert len(set(one.plans)) > 3
 
 
 def test_what_is_told() -> None:
@@ -238,6 +265,48 @@ def test_a_report_with_a_given_cost_and_without_a_refresh() -> None:
 
     for reports in run_ranks(2, train):
         assert len(reports) == 1
+
+
+def test_a_report_that_one_rank_alone_asks_for() -> None:
+    def train(rank: int) -> Any:
+        reports: list[chronica.EpochReport] = []
+        training = Training(24, cost=CostModel(), on_report=reports.append if rank == 1 else None)
+        training.epoch(0)
+        training.epoch(1)
+        return [(report.epoch, report.complete) for report in reports]
+
+    assert run_ranks(3, train) == [[], [(0, 3), (1, 3)], []]
+
+
+@pytest.mark.parametrize("passes", [2, 3])
+def test_an_update_of_several_steps(passes: int) -> None:
+    """They share its time; of what they overlap with the allreduce nothing is known."""
+    steps = BLOCK_STEPS + 6
+
+    def train(_: int) -> Any:
+        reports: list[chronica.EpochReport] = []
+        measured = Scripted()
+        training = Training(2 * BATCH_SIZE * steps, cost=measured, on_report=reports.append, refresh=1)
+        training.model = torch.nn.Linear(3, 1, dtype=torch.float64)
+        sgd = torch.optim.SGD(training.model.parameters(), lr=0.0)
+        named = training.model.named_parameters()
+        optimizer = chronica.DistributedOptimizer(sgd, named, sampler=training.sampler, backward_passes_per_step=passes)
+        begin = time.perf_counter()
+        for number, batch in enumerate(training.loader, 1):
+            training.model(training.features[batch]).mean().backward()
+            if number % passes == 0 or number == steps:
+                optimizer.step()
+                optimizer.zero_grad()
+        seconds = time.perf_counter() - begin
+        return reports[0], measured, optimizer.timing.steps(), seconds
+
+    for report, measured, records, seconds in run_ranks(2, train):
+        assert report.complete >= steps - passes
+        assert report.elapsed <= seconds
+        waited = records["synchronize_ns"][::passes].sum() / 1e9
+        assert (report.peer_wait + report.wire <= waited).any()
+        told = [waits for _, _, waits, _ in measured.told if waits]
+        assert np.isnan(np.concatenate(told)).all()
 
 
 def test_the_optimizer_wrapped_last_tells() -> None:

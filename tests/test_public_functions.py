@@ -573,7 +573,6 @@ CALLABLES: dict[str, Entry] = {
         {
             "epoch": integer(0),
             **dict.fromkeys(("compute", "data_wait", "wait", "period", "loads"), TIMES),
-            "rank_scale": or_none(vector(0, 1, True, [1, 0], [0.0], np.zeros((4, 3)), np.ones((3, 4)), [1, 2])),
             "expected": or_none(TIMES),
         },
         chronica.EpochReport.from_times,

@@ -57,7 +57,7 @@ class Epoch:
             "wait": wait,
             "period": period,
             "loads": work * scale * 1e-3,
-            "rank_scale": scale,
+            "expected": work,
         }
 
     def report(self) -> EpochReport:
@@ -372,9 +372,8 @@ def test_a_rank_of_which_nothing_is_known() -> None:
 @pytest.mark.parametrize("value", [None, np.nan, 0.0, -1.0, 1e300])
 def test_nothing_to_tell_from(steps: int, ranks: int, value: float | None) -> None:
     times = Epoch(steps, ranks).times() if steps else dict.fromkeys(Epoch(1, 1).times(), np.empty((0, ranks)))
-    times["rank_scale"] = None
     if value is not None:
-        times |= {name: np.full((steps, ranks), value) for name in times if name != "rank_scale"}
+        times = {name: np.full((steps, ranks), value) for name in times}
     report = EpochReport.from_times(0, **times)
     check(report)
     assert named(report) == []
@@ -426,8 +425,6 @@ def test_it_is_frozen() -> None:
         ({"wait": np.ones((4, 3))}, r"wait must be of the shape of compute, \(4, 2\), not of shape \(4, 3\)"),
         ({"compute": np.ones(4)}, r"compute must be an array \(steps, ranks\), not of shape \(4,\)"),
         ({"compute": np.ones((4, 0))}, r"compute must be an array \(steps, ranks\), not of shape \(4, 0\)"),
-        ({"rank_scale": [1, 0]}, r"rank_scale must be positive on every rank, not \[1.0, 0.0\]"),
-        ({"rank_scale": [1, 1, 1]}, r"rank_scale must be of shape \(2,\) or \(4, 2\), not of shape \(3,\)"),
         ({"expected": np.ones((2, 2))}, r"expected must be of the shape of compute"),
     ],
 )

@@ -11,9 +11,7 @@ from launch import horovodrun
 pytestmark = pytest.mark.parallel
 
 
-@pytest.fixture(params=[2, 3])
-def ranks(request: Any) -> int:
-    return int(request.param)
+RANKS = 2
 
 
 def epochs(case: str, ranks: int, folder: Path) -> list[dict[str, Any]]:
@@ -28,14 +26,17 @@ def names(epoch: dict[str, Any]) -> set[tuple[int, str]]:
     return {(one["rank"], one["cause"]) for one in epoch["stragglers"]}
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_a_slow_device(ranks: int, tmp_path: Path) -> None:
     even, slow, relieved, recovered, again = epochs("device", ranks, tmp_path)
     last = ranks - 1
-    # As long as nobody knows, the others wait; bench_feedback.py says by how much, for here others may be at work.
-    assert slow["idle_share"] > relieved["idle_share"]
-    assert relieved["predicted_idle_share"] < 0.1
+    # As long as nobody knows, the others wait; then not much longer than when all are alike.
+    assert slow["idle_share"] > 0.2
+    assert relieved["idle_share"] < even["idle_share"] + 0.05
+    assert recovered["idle_share"] > 0.15
+    assert again["idle_share"] < even["idle_share"] + 0.05
     for epoch, factor in ((even, 1.0), (slow, 2.0), (relieved, 2.0), (recovered, 1.0), (again, 1.0)):
-        assert epoch["slowdown"][last] == pytest.approx(factor, rel=0.2)
+        assert epoch["slowdown"][last] == pytest.approx(factor, rel=0.02)
         assert ((last, "device") in names(epoch)) == (factor == 2.0)
     assert slow["work"][last] == pytest.approx(1 / ranks, rel=0.1)
     for epoch in (relieved, recovered):  # half as much work as the others have
@@ -45,19 +46,19 @@ def test_a_slow_device(ranks: int, tmp_path: Path) -> None:
     assert slow["text"].count("device:") == 1
 
 
-def test_a_slow_device_within_an_epoch(ranks: int, tmp_path: Path) -> None:
-    (epoch,) = epochs("blocks", ranks, tmp_path)
-    assert (ranks - 1, "device") in names(epoch)
-    assert epoch["work"][-1] == pytest.approx(0.5 / (ranks - 0.5), rel=0.15)  # of what was planned last
+def test_a_slow_device_within_an_epoch(tmp_path: Path) -> None:
+    (epoch,) = epochs("blocks", RANKS, tmp_path)
+    assert (RANKS - 1, "device") in names(epoch)
+    assert epoch["work"][-1] == pytest.approx(0.5 / (RANKS - 0.5), rel=0.15)  # of what was planned last
 
 
-def test_a_slow_loader(ranks: int, tmp_path: Path) -> None:
-    for epoch in epochs("input", ranks, tmp_path):
-        assert (ranks - 1, "input") in names(epoch)
+def test_a_slow_loader(tmp_path: Path) -> None:
+    for epoch in epochs("input", RANKS, tmp_path):
+        assert (RANKS - 1, "input") in names(epoch)
         assert epoch["data_wait"][-1] > 2 * max(epoch["data_wait"][:-1])
 
 
-def test_long_samples(ranks: int, tmp_path: Path) -> None:
-    for epoch in epochs("data", ranks, tmp_path):
+def test_long_samples(tmp_path: Path) -> None:
+    for epoch in epochs("data", RANKS, tmp_path):
         assert (0, "data") in names(epoch)
         assert epoch["predicted_idle_share"] > 0.2

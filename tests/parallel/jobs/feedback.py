@@ -1,6 +1,7 @@
 """Train where one rank is slow in some epochs; write the reports, and who took how much.
 
-The layer sleeps as long as a device would compute: so what is measured depends little on how busy the machine is.
+The layer sleeps as long as a device would compute, whose clock tells just that: so the costs that are fitted, and the
+plans by them, do not depend on how busy the machine is.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import rank
 import torch
 
 import chronica_hvd as chronica
+from chronica_hvd import _core
 
 SAMPLES, BATCH_SIZE = 120, 4
 SECONDS_PER_SIZE, FIXED_S = 2e-5, 5e-4
@@ -37,6 +39,32 @@ class Items(torch.utils.data.Dataset[int]):
         return int(self.sizes[index])
 
 
+class Device:
+    """What computes, and its clock."""
+
+    name = "played"
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+
+    def compute(self, seconds: float) -> None:
+        time.sleep(seconds)
+        self.now_ns += round(seconds * 1e9)
+
+    def begin(self) -> list[int]:
+        return [self.now_ns]
+
+    def end(self, interval: list[int]) -> bool:
+        interval[1:] = [self.now_ns]
+        return True
+
+    def ready(self, interval: list[int]) -> bool:
+        return len(interval) == 2
+
+    def elapsed_ns(self, interval: list[int]) -> int:
+        return interval[1] - interval[0]
+
+
 class Job:
     """A rank of it."""
 
@@ -48,6 +76,8 @@ class Job:
         self.model = torch.nn.Linear(1, 1)
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
         self.optimizer = chronica.DistributedOptimizer(optimizer, self.model.named_parameters(), sampler=self.sampler)
+        self.device = Device()
+        self.optimizer.timing.timer = _core.StepTimer(4096, clock=self.device)
         self.result: list[dict[str, Any]] = []
 
     def epoch(self, epoch: int, slowness: float = 1.0) -> None:
@@ -57,7 +87,7 @@ class Job:
             self.optimizer.zero_grad()
             for sizes in step:
                 loss = self.model(torch.ones(len(sizes), 1)).mean()
-                time.sleep(slowness * (FIXED_S + SECONDS_PER_SIZE * len(sizes) * max(sizes)))
+                self.device.compute(slowness * (FIXED_S + SECONDS_PER_SIZE * len(sizes) * max(sizes)))
                 loss.backward()
             self.optimizer.step()
         course = self.sampler.course
