@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chronica_hvd import checks
+from chronica_hvd.least_squares import solve, sums_of
 
 COEFFICIENTS = ("fixed", "per_sample", "per_size", "per_size2")
 
@@ -163,3 +164,15 @@ def cost_of_work(model: CostModel, samples: Any, size: Any, size2: Any) -> Any:
     """Return what :meth:`CostModel.predict` does, of numbers that are known to be right."""
     cost = model.fixed + model.per_sample * samples + (model.per_size * size + model.per_size2 * size2)
     return np.maximum(model.floor, cost) if model.floor > 0.0 else cost
+
+
+def non_negative_least_squares(columns: NDArray[np.float64], target: NDArray[np.float64]) -> list[float]:
+    """Return x ≥ 0 that minimises |columns · x − target|², for (records, columns), to as many digits as there are.
+
+    The normal equations tell which coefficients are 0 but have half of the others' digits.
+    """
+    solution = np.array(solve(sums_of(columns.T, target, np.ones(len(target)))))
+    chosen = solution > 0.0
+    scale = np.linalg.norm(columns[:, chosen], axis=0)
+    solution[chosen] = np.maximum(0.0, np.linalg.lstsq(columns[:, chosen] / scale, target, rcond=None)[0] / scale)
+    return [float(value) for value in solution]

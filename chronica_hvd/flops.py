@@ -21,8 +21,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.flop_counter import FlopCounterMode
 
 from chronica_hvd import checks
-from chronica_hvd.cost import CostModel
-from chronica_hvd.least_squares import non_negative_least_squares
+from chronica_hvd.cost import CostModel, non_negative_least_squares
 from chronica_hvd.operators import FORMULAS, OperatorWatch, SharedTensorError, tensors_in
 from chronica_hvd.random_states import kept_random_states
 from chronica_hvd.replica import as_shape, copied

@@ -85,18 +85,6 @@ def solve(sums: Sums) -> list[float]:
     return best
 
 
-def non_negative_least_squares(columns: NDArray[np.float64], target: NDArray[np.float64]) -> list[float]:
-    """Return x ≥ 0 that minimises |columns · x − target|², for (records, columns), to as many digits as there are.
-
-    The normal equations tell which coefficients are 0 but have half of the others' digits.
-    """
-    solution = np.array(solve(sums_of(columns.T, target, np.ones(len(target)))))
-    chosen = solution > 0.0
-    scale = np.linalg.norm(columns[:, chosen], axis=0)
-    solution[chosen] = np.maximum(0.0, np.linalg.lstsq(columns[:, chosen] / scale, target, rcond=None)[0] / scale)
-    return [float(value) for value in solution]
-
-
 def _solved(matrix: list[list[float]], target: list[float]) -> list[float] | None:
     """Solve a positive definite system with ones on its diagonal by elimination; ``None`` where it is singular."""
     size = len(target)

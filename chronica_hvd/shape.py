@@ -78,7 +78,7 @@ def with_known_floor(shape: CostModel, known: CostModel, cells: Cells) -> CostMo
 
     Plans avoid micro-batches below the floor, so that nothing says any more that it is there.
     """
-    if shape.floor > 0.0 or int((_predicted(shape, cells) < known.floor).sum()) >= LEAST_BELOW:
+    if shape.floor > 0.0 or np.count_nonzero(_predicted(shape, cells) < known.floor) >= LEAST_BELOW:
         return shape
     return additive(coefficients_of(shape), known.floor)
 
@@ -150,8 +150,8 @@ def _refit(
         predicted = _at_least(group, _predicted(shape, group))
         columns = np.vstack([np.ones(len(group)), group[:, 1:4].T])
         parts.append(sums_of(columns, group[:, 4], group[:, 0] / (predicted * predicted)))
-    records = math.fsum(count for group in cells for count in group[:, 0].tolist())
-    points = sum(map(len, cells))
+    counts = np.concatenate(cells)[:, 0].tolist()
+    points, records = len(counts), math.fsum(counts)
     rounds = 0
     while True:
         total = added(part.with_target(1.0 / factor) for part, factor in zip(parts, factors, strict=True))
@@ -175,7 +175,7 @@ def _drawn_to(start: CostModel, sums: Sums, points: int, records: float) -> Sums
     """
     free = solve(sums)
     across, square = sums.fitted(free)
-    scatter = max(0.0, sums.square - 2.0 * across + square) / max(1, points - sum(value > 0.0 for value in free))
+    scatter = max(0.0, sums.square - 2.0 * across + square) / max(1, points - len(free) + free.count(0.0))
     number = scatter / EXPECTED_CHANGE**2 + max(0.0, FEW_RECORDS / records - 1.0) / 4.0
     gram = [list(row) for row in sums.gram]
     moment = list(sums.moment)
@@ -213,7 +213,7 @@ def _with_floor_from(floor: float, cells: Cells, shape: CostModel) -> CostModel 
     for _ in range(MOST_FLOORS):
         predicted = _predicted(linear, cells)
         is_below = predicted < floor
-        if not LEAST_BELOW <= int(is_below.sum()) <= len(cells) - 2 * LEAST_BELOW:
+        if not LEAST_BELOW <= np.count_nonzero(is_below) <= len(cells) - 2 * LEAST_BELOW:
             return None
         if (is_below == were_below).all():
             break

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 import chronica_hvd as chronica
 from chronica_hvd import cells
+from chronica_hvd.cost import non_negative_least_squares
 from chronica_hvd.fit import fitted_cost
-from chronica_hvd.least_squares import non_negative_least_squares, solve, sums_of
+from chronica_hvd.least_squares import solve, sums_of
 from chronica_hvd.refit import Outcome, refit
 from chronica_hvd.rows import ROW, Row, summarize
 from chronica_hvd.shape import fit_shape
