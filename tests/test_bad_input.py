@@ -122,6 +122,7 @@ def test_what_is_neither_true_nor_false(name: str, value: Any) -> None:
         ("loss_weight", None, TypeError, "loss_weight must be one of 'samples', 'sizes', 'sum' or an array, not None"),
         ("cost", [1] * 5, ValueError, 'an array of costs needs padding="none"'),
         ("cost", "size", TypeError, "cost must be a CostModel, an array of costs or None, not 'size'"),
+        ("cost", chronica.Measured(), TypeError, "a plan takes its sampler.cost"),
         ("cost", len, TypeError, "cost must be a CostModel, an array of costs or None, not <built-in"),
         ("cost", chronica.CostModel(rank_scale=[1, 2, 3]), ValueError, "one value per rank: 2 are needed, 3 were"),
         ("cost", chronica.CostModel(rank_scale=[1, 1e9]), ValueError, r"by more than a factor of 1.04858e\+06, not"),
@@ -252,6 +253,9 @@ def test_unknown_options() -> None:
         ({"refresh": 1.5}, TypeError, "refresh must be an integer, not 1.5"),
         ({"refresh": True}, TypeError, "refresh must be an integer, not True"),
         ({"refresh": "block"}, ValueError, "refresh must be one of 'epoch', None, not 'block'"),
+        ({"refresh": 2, "cost": chronica.CostModel()}, ValueError, "refresh=2 has nothing to refresh.*give Measured"),
+        ({"evaluation": True, "refresh": 2}, ValueError, "evaluation=True and refresh=2 contradict"),
+        ({"cost": "measured"}, TypeError, "cost must be a CostModel"),
         ({"on_report": 3}, TypeError, "on_report must be a function or None, not 3"),
         (
             {"evaluation": True, "on_report": print},
