@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 
 #: Waits and what hides them must add up to so much less spread than the waits have alone.
 LEAST_SPREAD = 0.8
@@ -34,16 +35,11 @@ def duration(waits: Sequence[float], tails: Sequence[float], known: float) -> fl
     sums = [wait + tail for wait, tail in pairs]
     seen = [wait for wait, _ in pairs]
     if _spread(sums) < LEAST_SPREAD * _spread(seen):
-        return _median(sums)
-    return max(_median(seen), min(known, _median(sums)))
-
-
-def _median(values: list[float]) -> float:
-    ascending = sorted(values)
-    return (ascending[(len(ascending) - 1) // 2] + ascending[len(ascending) // 2]) / 2.0
+        return median(sums)
+    return max(median(seen), min(known, median(sums)))
 
 
 def _spread(values: list[float]) -> float:
     """Return the median absolute deviation from the median."""
-    middle = _median(values)
-    return _median([abs(value - middle) for value in values])
+    middle = median(values)
+    return median([abs(value - middle) for value in values])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from chronica_hvd import checks
+from chronica_hvd.least_squares import solve, sums_of
 
 COEFFICIENTS = ("fixed", "per_sample", "per_size", "per_size2")
 
@@ -96,7 +96,9 @@ class CostModel:
         records
             Structured array with the integer fields ``samples, size, size2, elapsed_ns``, as :meth:`StepTimer.drain`
             returns it; at least one record, of different shapes if more than one coefficient is to be told apart. Or a
-            list of such arrays, one per rank: ``rank_scale`` is then fitted too, the median rank's being 1.
+            list of such arrays, one per rank: ``rank_scale`` is then fitted too, the median rank's being 1. ``size``
+            and ``size2`` being integers, state sizes in a unit of which a sample has many: of sizes around 0.1 little
+            is left.
         start
             What is believed so far, in any unit; ``None``: by size.
 
@@ -118,27 +120,28 @@ class FittedCost(CostModel):
 
     Parameters
     ----------
-    form
-        ``"additive"``, or ``"floor"`` where small micro-batches all take the same time.
     records
-        How many records it stands on.
+        How many records it stands on: outliers left out, and those of earlier refreshes counted the less the older.
     median_error
-        The median |predicted − measured| ÷ measured of records that the fit had not seen (of all where they are few).
+        The median |predicted − measured| ÷ measured of records that the fit had not seen, unless there is one only.
     comm
         Duration of the allreduce in nanoseconds; 0: not measured. Plans use it where their own ``comm`` is 0.
     """
 
-    form: str = "additive"
     records: int = 0
     median_error: float = 0.0
     comm: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.choice("form", self.form, ("additive", "floor"))
         for name in ("records", "median_error", "comm"):
             kind = checks.integer if name == "records" else checks.real
             object.__setattr__(self, name, kind(name, getattr(self, name), least=0))
+
+    @property
+    def form(self) -> str:
+        """``"additive"``, or ``"floor"`` where small micro-batches all take the same time."""
+        return "floor" if self.floor > 0.0 else "additive"
 
     def __repr__(self) -> str:
         terms = zip(coefficients_of(self), ("", " · n", " · S1", " · S2"), strict=True)
@@ -164,21 +167,12 @@ def cost_of_work(model: CostModel, samples: Any, size: Any, size2: Any) -> Any:
 
 
 def non_negative_least_squares(columns: NDArray[np.float64], target: NDArray[np.float64]) -> list[float]:
-    """Return x ≥ 0 that minimises |columns · x − target|², trying every set of non-zero coefficients."""
-    scale = np.linalg.norm(columns, axis=0)
-    scale[scale == 0.0] = 1.0
-    count = columns.shape[1]
-    best = np.zeros(count)
-    least = float(target @ target)
-    rounding = 1e-24 * least
-    for chosen in (list(c) for size in range(1, count + 1) for c in combinations(range(count), size)):
-        solution, _, rank, _ = np.linalg.lstsq(columns[:, chosen] / scale[chosen], target, rcond=None)
-        if rank < len(chosen) or (solution < 0).any():
-            continue
-        residual = columns[:, chosen] / scale[chosen] @ solution - target
-        # More coefficients must earn their place: a tie within rounding keeps the simpler model.
-        if float(residual @ residual) < least * (1.0 - 1e-9) - rounding:
-            least = float(residual @ residual)
-            best = np.zeros(count)
-            best[chosen] = solution / scale[chosen]
-    return [float(value) for value in best]
+    """Return x ≥ 0 that minimises |columns · x − target|², for (records, columns), to as many digits as there are.
+
+    The normal equations tell which coefficients are 0 but have half of the others' digits.
+    """
+    solution = np.array(solve(sums_of(columns.T, target, np.ones(len(target)))))
+    chosen = solution > 0.0
+    scale = np.linalg.norm(columns[:, chosen], axis=0)
+    solution[chosen] = np.maximum(0.0, np.linalg.lstsq(columns[:, chosen] / scale, target, rcond=None)[0] / scale)
+    return [float(value) for value in solution]

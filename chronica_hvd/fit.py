@@ -1,18 +1,17 @@
-"""Model: costs fitted to records, and what the gather station needs of it."""
+"""Model: costs fitted to records, and what a fit comes to in nanoseconds."""
 
 from __future__ import annotations
 
+from statistics import median_low
 from typing import Any
 
 import numpy as np
 
 from chronica_hvd import cells, checks
 from chronica_hvd.cost import CostModel, FittedCost, coefficients_of
-from chronica_hvd.refit import Outcome, lower_median, refit
-from chronica_hvd.rows import ROW, Row, summarize
+from chronica_hvd.refit import Outcome, refit
+from chronica_hvd.rows import Row, summarize
 from chronica_hvd.shape import scaled
-
-__all__ = ["ROW", "Outcome", "Row", "fit_records", "fitted_cost", "refit", "summarize"]
 
 
 def fit_records(records: Any, start: CostModel | None) -> FittedCost:
@@ -35,13 +34,12 @@ def fit_records(records: Any, start: CostModel | None) -> FittedCost:
 
 def fitted_cost(outcome: Outcome, *, has_scale: bool = True, comm: float = 0.0) -> FittedCost:
     """Return an outcome in nanoseconds, the median rank's scale being 1."""
-    middle = lower_median(outcome.scales)
+    middle = median_low(outcome.scales)
     shape = scaled(outcome.shape, outcome.unit * middle)
     return FittedCost(
         *coefficients_of(shape),
         rank_scale=[scale / middle for scale in outcome.scales] if has_scale else None,
         floor=shape.floor,
-        form="floor" if shape.floor > 0.0 else "additive",
         records=outcome.records,
         median_error=outcome.median_error,
         comm=comm,

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 #: What more coefficients must take away from the weighted sum of squares: a tie keeps the simpler model.
-LEAST_GAIN = 1e-11
+TIE = 1e-11
 
 
 class Sums(NamedTuple):
@@ -37,9 +37,9 @@ class Sums(NamedTuple):
 
     def fitted(self, coefficients: Sequence[float]) -> tuple[float, float]:
         """Return Σ weight · prediction · target, and Σ weight · prediction²."""
-        across = sum(x * m for x, m in zip(coefficients, self.moment, strict=True))
-        products = (sum(g * x for g, x in zip(row, coefficients, strict=True)) for row in self.gram)
-        return across, sum(x * product for x, product in zip(coefficients, products, strict=True))
+        across = math.fsum(x * m for x, m in zip(coefficients, self.moment, strict=True))
+        products = (math.fsum(g * x for g, x in zip(row, coefficients, strict=True)) for row in self.gram)
+        return across, math.fsum(x * product for x, product in zip(coefficients, products, strict=True))
 
 
 def sums_of(columns: NDArray[np.float64], target: NDArray[np.float64], weight: NDArray[np.float64]) -> Sums:
@@ -77,8 +77,8 @@ def solve(sums: Sums) -> list[float]:
         solution = _solved([[gram[i, j] for j in chosen] for i in chosen], [moment[i] for i in chosen])
         if solution is None or min(solution) < 0.0:
             continue
-        gain = sum(x * moment[i] for x, i in zip(solution, chosen, strict=True))  # of the sum of squares
-        if gain > gained + LEAST_GAIN * sums.square:
+        gain = math.fsum(x * moment[i] for x, i in zip(solution, chosen, strict=True))  # of the sum of squares
+        if gain > gained + TIE * sums.square:
             best, gained = [0.0] * size, gain
             for x, i in zip(solution, chosen, strict=True):
                 best[i] = x / scale[i]

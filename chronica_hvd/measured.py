@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from statistics import median_low
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,10 @@ from numpy.typing import NDArray
 from chronica_hvd import allreduce, cells, checks
 from chronica_hvd.cost import CostModel, FittedCost, coefficients_of
 from chronica_hvd.fit import fitted_cost
-from chronica_hvd.refit import lower_median, refit
+from chronica_hvd.refit import refit
 from chronica_hvd.rows import Row
 
-#: Host number and local rank.
+#: Where a rank is: a number for its host, and its number there.
 Place = tuple[int, int]
 
 #: A wait for the allreduce of less than this share of a step's compute is not told apart from none.
@@ -63,9 +64,9 @@ class Measured:
         return self._start
 
     @property
-    def is_fitted(self) -> bool:
-        """Whether anything was measured so far."""
-        return self._fitted is not None
+    def has_learnt(self) -> bool:
+        """Whether anything was measured so far that a state must carry, though the start may still be planned with."""
+        return self._fitted is not None or len(self._memory) > 0 or bool(self._drifts)
 
     def __repr__(self) -> str:
         return f"Measured({self._model or self._start or 'by size'})"
@@ -113,7 +114,7 @@ class Measured:
         Parameters
         ----------
         rows
-            (ranks, ROW) what :func:`chronica_hvd.fit.summarize` made of each rank's records.
+            (ranks, ROW) what :func:`chronica_hvd.rows.summarize` made of each rank's records.
         places
             (ranks,) host number and local rank of each.
         waits
@@ -166,7 +167,7 @@ class Measured:
         if self._fitted is None:
             return self._default
         scale = [one * speed for one, speed in zip(self._scales_now(), self._speeds, strict=True)]
-        middle = lower_median(scale)
+        middle = median_low(scale)
         scale = [one / middle for one in scale]
         is_even = all(abs(one - 1.0) < ROUNDING for one in scale)
         fixed, per_sample, per_size, per_size2 = (one * middle for one in coefficients_of(self._fitted))
@@ -219,7 +220,7 @@ class Measured:
         self._model = None
 
 
-_FITTED = ("fixed", "per_sample", "per_size", "per_size2", "floor", "form", "records", "median_error", "comm")
+_FITTED = ("fixed", "per_sample", "per_size", "per_size2", "floor", "records", "median_error", "comm")
 
 
 def _loaded_fit(value: Any) -> FittedCost | None:

@@ -6,7 +6,10 @@ After the exchange every rank computes the same bits from the same rows: see ``s
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from statistics import median, median_low
 from typing import NamedTuple
 
 import numpy as np
@@ -35,10 +38,12 @@ CERTAINTY_OF_SPEED, CERTAINTY = 3.5, 2.0
 MEMORY_CELLS, MEMORY_KEPT, MEMORY_KEPT_AFTER_CHANGE = 64, 0.75, 0.25
 #: Ranks whose speed has not changed are pooled in so many; which ones have is found by turns, at most so many.
 POOLED_CELLS, MOST_TURNS = 128, 4
-#: No rank is taken to be more times slower or faster than this than the median rank.
+#: No rank is found to be more times slower or faster than this than the median rank, unless it was known to be.
 LARGEST_SCALE = 16.0
 #: A model that is better by less than this share of the errors is no better.
 LEAST_GAIN = 0.03
+#: In place of a half: both.
+ALL = 2
 
 
 class Outcome(NamedTuple):
@@ -75,25 +80,31 @@ class Outcome(NamedTuple):
     median_error: float
 
 
-class Contender(NamedTuple):
+@dataclass(frozen=True)
+class Contender:
     """A shape that may be taken.
 
     Attributes
     ----------
     shape
         Fitted to all records.
-    folds
-        Fitted to the one half, and to the other.
     changed
         The ranks that have become faster or slower by it.
     memory
         The cells of earlier refreshes that agree with it.
+    fit_half
+        Fits to one half of the records; most refreshes need no more than the shape.
     """
 
     shape: CostModel
-    folds: tuple[CostModel, CostModel]
     changed: frozenset[int]
     memory: Cells
+    fit_half: Callable[[int], CostModel]
+
+    @cached_property
+    def folds(self) -> tuple[CostModel, CostModel]:
+        """Fitted to the one half, and to the other."""
+        return self.fit_half(0), self.fit_half(1)
 
 
 def refit(
@@ -149,14 +160,15 @@ class _Refit:
         if not predicts_anything(current, self.everything):
             current = start = CostModel(fixed=1.0, per_size=0.0)
         self.current, self.start = current, start
-        self.begin = [scale * self.unit(current, scales) for scale in scales]
+        unit = self.unit(current, scales)
+        self.begin = [scale * unit for scale in scales]
 
     def outcome(self, certainty: float) -> Outcome:
         best = self.best(certainty)
         steady, drifts = self.steady(best.shape)
         remembered = self.remembered(best)
         measured = [row for row in self.rows if row is not None]
-        pauses = lower_median([row.pauses for row in measured])
+        pauses = median_low(row.pauses for row in measured)
         return Outcome(
             best.shape,
             self.unit(best.shape, steady) / pauses,
@@ -193,7 +205,7 @@ class _Refit:
         return self.better(other, best, max(certainty, 1.0), remembered=remembered)
 
     def as_it_is(self, shape: CostModel) -> Contender:
-        return Contender(shape, (shape, shape), self.changed(shape), self.memory)
+        return Contender(shape, self.changed(shape), self.memory, lambda half: shape)
 
     def fitted(self, memory: Cells, with_floor: bool) -> Contender:
         """Fit a shape; scales are as before unless that says otherwise.
@@ -202,16 +214,17 @@ class _Refit:
         """
         changed: frozenset[int] = frozenset()
         for _ in range(MOST_TURNS):
-            shape = self.fit_to(self.of_ranks, memory, changed, with_floor)
+            shape = self.fit_to(ALL, memory, changed, with_floor)
             now = self.changed(shape)
             if now == changed:
                 break
             changed = now
-        first, second = (self.fit_to(half, memory, changed, with_floor) for half in self.halves)
-        return Contender(shape, (first, second), changed, memory)
+        fit_half = partial(self.fit_to, memory=memory, changed=changed, with_floor=with_floor)
+        return Contender(shape, changed, memory, fit_half)
 
-    def fit_to(self, own: Sequence[Cells], memory: Cells, changed: frozenset[int], with_floor: bool) -> CostModel:
+    def fit_to(self, half: int, memory: Cells, changed: frozenset[int], with_floor: bool) -> CostModel:
         """Fit to cells of ranks of which some have changed; the others are as if one."""
+        own = self.of_ranks if half == ALL else self.halves[half]
         others = [at_level(group, 1.0 / self.begin[rank]) for rank, group in enumerate(own) if rank not in changed]
         pooled = cells.merge(np.vstack([cells.NONE, *others]), POOLED_CELLS)
         groups = [pooled, *(own[rank] for rank in sorted(changed)), memory]
@@ -252,15 +265,16 @@ class _Refit:
 
     def unit(self, shape: CostModel, scales: Sequence[float]) -> float:
         """Return nanoseconds per unit of the shape on a rank of scale 1: the lower median, which is one rank's."""
-        ratios = [
-            level / scale for level, scale in zip(levels(shape, self.of_ranks), scales, strict=True) if level > 0.0
-        ]
-        return lower_median(ratios) if ratios else 1.0
+        return _unit(self.relative(shape, scales))
+
+    def relative(self, shape: CostModel, scales: Sequence[float]) -> list[float]:
+        """Return (ranks,) nanoseconds per unit of the shape on each rank, were it of scale 1; 0: nothing measured."""
+        return [level / scale for level, scale in zip(levels(shape, self.of_ranks), scales, strict=True)]
 
     def steady(self, shape: CostModel) -> tuple[list[float], list[float]]:
         """Return the ranks' scales, changed where off by more than the noise, now or by and by; and drifts."""
-        relative = [level / scale for level, scale in zip(levels(shape, self.of_ranks), self.scales, strict=True)]
-        unit = self.unit(shape, self.scales)
+        relative = self.relative(shape, self.scales)
+        unit = _unit(relative)
         error = max(
             (row.error for row, one in zip(self.rows, relative, strict=True) if row and one == unit), default=0.0
         )
@@ -274,8 +288,13 @@ class _Refit:
             drifting[rank] = (errors + self.drifts[rank]) / math.sqrt(2.0)
             if abs(change) > LEAST_CHANGE and max(abs(errors), abs(drifting[rank])) > CERTAINTY_OF_SPEED:
                 steady[rank], drifting[rank] = self.scales[rank] * (1.0 + change), 0.0
-        middle = lower_median(steady)
-        return [min(max(scale, middle / LARGEST_SCALE), middle * LARGEST_SCALE) for scale in steady], drifting
+        middle = median_low(steady)
+        least, most = middle / LARGEST_SCALE, middle * LARGEST_SCALE
+        steady = [
+            min(max(scale, min(known, least)), max(known, most))
+            for scale, known in zip(steady, self.scales, strict=True)
+        ]
+        return steady, drifting
 
     def remembered(self, best: Contender) -> Cells:
         """Return cells for the next refresh, at the level of the shape: those of now, and older ones weigh less."""
@@ -287,17 +306,19 @@ class _Refit:
         return cells.merge(np.vstack([cells.NONE, *at_shape]), MEMORY_CELLS)
 
 
-def lower_median(values: list[float]) -> float:
-    """Return the median, of two in the middle the lesser: one of the values."""
-    return sorted(values)[(len(values) - 1) // 2]
+def _unit(relative: list[float]) -> float:
+    return median_low([one for one in relative if one > 0.0] or [1.0])
 
 
 def median_error(shape: CostModel, rows: Sequence[Row]) -> float:
-    """Return the median |predicted − measured| ÷ measured of single records, by a fit to the other half; 0 of none."""
+    """Return the median |predicted − measured| ÷ measured of single records, by a fit to the other half; 0 of none.
+
+    A rank's level is the other half's too, unless nothing is in there: of a record that is alone.
+    """
     errors: list[float] = []
     for row in rows:
-        level = levels(shape, [row.halves[0]])[0] / row.pauses
+        of_other, of_all = levels(shape, [row.halves[0], np.vstack(row.halves)])
         n, size, size2, time = row.singles.T
+        level = (of_other or of_all) / row.pauses
         errors += np.abs(cost_of_work(shape, n, size, size2) * level / time - 1.0).tolist()
-    errors.sort()
-    return (errors[(len(errors) - 1) // 2] + errors[len(errors) // 2]) / 2.0 if errors else 0.0
+    return median(errors) if errors else 0.0

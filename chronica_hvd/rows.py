@@ -11,6 +11,7 @@ from chronica_hvd import cells
 from chronica_hvd.cells import Cells
 from chronica_hvd.cost import CostModel, cost_of_work
 from chronica_hvd.least_squares import Sums, solve
+from chronica_hvd.shape import LEAST_SHARE_OF_MEAN
 
 #: Cells of each half of the records, and single records for the median error.
 CELLS, SINGLES = 16, 16
@@ -24,8 +25,6 @@ GROUPS = 8
 LARGEST = 1e40
 #: So many deviations from the rest a record is an outlier.
 OUTLIER = 3.0
-#: Errors are relative to what is predicted; of less than this share of the mean, to that.
-LEAST_SHARE = 0.1
 
 
 class Row(NamedTuple):
@@ -81,7 +80,7 @@ class Row(NamedTuple):
         )
 
 
-def summarize(records: NDArray[Any], model: CostModel, seed: int | None = None) -> NDArray[np.float64]:
+def summarize(records: NDArray[Any], model: CostModel) -> NDArray[np.float64]:
     """Return (ROW,) what the records say; zeros where they say nothing. Never raises for what the records hold.
 
     Parameters
@@ -90,8 +89,6 @@ def summarize(records: NDArray[Any], model: CostModel, seed: int | None = None) 
         Structured array with the fields ``step, samples, size, size2, elapsed_ns``, oldest first.
     model
         What was believed; only its shape matters.
-    seed
-        Which records are in which half; ``None``: always the same.
     """
     row = np.zeros(ROW)
     with np.errstate(all="ignore"):
@@ -106,10 +103,12 @@ def summarize(records: NDArray[Any], model: CostModel, seed: int | None = None) 
         kept = work.copy()
         pauses = level * float(predicted[is_kept].sum() / time[is_kept].sum())
         kept[3] *= pauses
-        steps = len(np.unique(records["step"][is_valid])) if "step" in (records.dtype.names or ()) else time.size
+        steps = time.size
+        if "step" in (records.dtype.names or ()):  # several loops may number theirs alike
+            steps = np.count_nonzero(np.diff(records["step"][is_valid])) + 1
         row[:_HEAD] = time.size, steps, level * float(predicted.sum()), error, pauses
         # At random: consecutive records may differ as a step's micro-batches do, by turns.
-        order = np.random.default_rng(0 if seed is None else abs(int(seed))).permutation(time.size)
+        order = np.random.default_rng(0).permutation(time.size)
         halves = order[: time.size // 2], order[time.size // 2 :]
         for begin, half in zip((_HEAD, _HEAD + CELLS * cells.COLUMNS), halves, strict=True):
             of_half = kept[:, half[is_kept[half]]]
@@ -139,7 +138,7 @@ def _robust_fit(
         # At first what deviates more than most counts less, so that even a third of outliers bends nothing; then not.
         softly = np.minimum(1.0, spread / np.maximum(np.abs(error), spread)) ** 2
         weight = softly if turn < 7 else is_kept.astype(np.float64)
-        weighted = columns * (weight / np.maximum(predicted, LEAST_SHARE * float(predicted.mean())) ** 2)
+        weighted = columns * (weight / np.maximum(predicted, LEAST_SHARE_OF_MEAN * float(predicted.mean())) ** 2)
         sums = Sums((weighted @ columns.T).tolist(), (weighted @ time).tolist(), float(weighted[0] @ (time * time)))
         fitted = np.asarray(solve(sums)) @ columns
         if not (np.isfinite(fitted).all() and fitted.min() > 0.0):

@@ -20,7 +20,7 @@ FEW_RECORDS = 32
 #: How far from the start's a coefficient's share of the time may be expected to lie.
 EXPECTED_CHANGE = 0.3
 #: Errors are relative to what is predicted; of what takes less than this share of the mean, to that: it matters less.
-LEAST_SHARE = 0.1
+LEAST_SHARE_OF_MEAN = 0.1
 #: Where less than this share of the time depends on the work, it is not known how; see :func:`bounded`.
 LEAST_VARYING, BEYOND_LARGEST = 0.15, 1.5
 #: Shape and free factors are found by turns, at most so many.
@@ -78,7 +78,7 @@ def with_known_floor(shape: CostModel, known: CostModel, cells: Cells) -> CostMo
 
     Plans avoid micro-batches below the floor, so that nothing says any more that it is there.
     """
-    if shape.floor > 0.0 or int((_predicted(shape, cells) < known.floor).sum()) >= LEAST_BELOW:
+    if shape.floor > 0.0 or np.count_nonzero(_predicted(shape, cells) < known.floor) >= LEAST_BELOW:
         return shape
     return additive(coefficients_of(shape), known.floor)
 
@@ -150,8 +150,8 @@ def _refit(
         predicted = _at_least(group, _predicted(shape, group))
         columns = np.vstack([np.ones(len(group)), group[:, 1:4].T])
         parts.append(sums_of(columns, group[:, 4], group[:, 0] / (predicted * predicted)))
-    records = math.fsum(count for group in cells for count in group[:, 0].tolist())
-    points = sum(map(len, cells))
+    counts = np.concatenate(cells)[:, 0].tolist()
+    points, records = len(counts), math.fsum(counts)
     rounds = 0
     while True:
         total = added(part.with_target(1.0 / factor) for part, factor in zip(parts, factors, strict=True))
@@ -175,7 +175,7 @@ def _drawn_to(start: CostModel, sums: Sums, points: int, records: float) -> Sums
     """
     free = solve(sums)
     across, square = sums.fitted(free)
-    scatter = max(0.0, sums.square - 2.0 * across + square) / max(1, points - sum(value > 0.0 for value in free))
+    scatter = max(0.0, sums.square - 2.0 * across + square) / max(1, points - len(free) + free.count(0.0))
     number = scatter / EXPECTED_CHANGE**2 + max(0.0, FEW_RECORDS / records - 1.0) / 4.0
     gram = [list(row) for row in sums.gram]
     moment = list(sums.moment)
@@ -213,7 +213,7 @@ def _with_floor_from(floor: float, cells: Cells, shape: CostModel) -> CostModel 
     for _ in range(MOST_FLOORS):
         predicted = _predicted(linear, cells)
         is_below = predicted < floor
-        if not LEAST_BELOW <= int(is_below.sum()) <= len(cells) - 2 * LEAST_BELOW:
+        if not LEAST_BELOW <= np.count_nonzero(is_below) <= len(cells) - 2 * LEAST_BELOW:
             return None
         if (is_below == were_below).all():
             break
@@ -249,7 +249,7 @@ def _predicted(model: CostModel, cells: Cells) -> NDArray[np.float64]:
 
 def _at_least(cells: Cells, predicted: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return what errors are relative to."""
-    least = LEAST_SHARE * _weighted_mean(cells[:, 0], predicted)
+    least = LEAST_SHARE_OF_MEAN * _weighted_mean(cells[:, 0], predicted)
     return np.maximum(predicted, least) if least > 0.0 else np.ones(len(cells))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import chronica_hvd as chronica
-from chronica_hvd import fit
+from chronica_hvd.rows import summarize
 
 DTYPE = chronica.StepTimer().drain().dtype
 
@@ -75,7 +75,9 @@ class SimulatedJob:
         loads = np.zeros((self.plan.steps, self.ranks))
         np.add.at(loads, (step, rank), times)
         exact = [self._makespans(*one) for one in results]
-        new = self.measured.follow(self._rows(work, times, rank, step, believed), self.places, *self._waits(believed))
+        new = self.measured.follow(
+            self._rows(work, times, rank, step, believed), self.places, *self._waits(times, step)
+        )
         self.planned = new
         return Block(exact[0], exact[1], exact[2], loads, new is not believed)
 
@@ -103,13 +105,13 @@ class SimulatedJob:
             records[name] = np.round(amount)
         noisy = times * np.exp(self.engine.normal(0.0, self.noise, times.size))
         records["elapsed_ns"] = np.round(self.disturb(noisy, rank))
-        return np.array([fit.summarize(records[rank == one], believed, one) for one in range(self.ranks)])
+        return np.array([summarize(records[rank == one], believed) for one in range(self.ranks)])
 
-    def _waits(self, believed: chronica.CostModel) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return the waits for the allreduce that would be seen, and the tails as planned."""
+    def _waits(self, times: Any, step: Any) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return the waits for the allreduce that would be seen, and how long it could overlap, as planned, in ns."""
         assert self.plan is not None
+        loads, tails = self.plan.loads, self.plan.tails
+        overlaps = (loads.max(axis=1) - (loads - tails).max(axis=1)) * (times.sum() / loads.sum())
         if self.comm == 0.0:
-            return np.full(self.plan.steps, np.nan), np.zeros(self.plan.steps)
-        tails = self.plan.tails.min(axis=1)
-        unit = 1.0 if isinstance(believed, chronica.FittedCost) else self.truth.per_size / believed.per_size
-        return np.maximum(0.0, self.comm - tails * unit), tails
+            return np.full(self.plan.steps, np.nan), overlaps
+        return np.maximum(0.0, self.comm - overlaps), overlaps

@@ -141,9 +141,7 @@ def test_fit_says_how_well_it_predicts() -> None:
 
 
 def test_a_fitted_cost_reads_well() -> None:
-    cost = chronica.FittedCost(
-        1e6, 0.0, 250.0, rank_scale=[1, 2], floor=3e6, form="floor", records=12, median_error=0.0312, comm=5e5
-    )
+    cost = chronica.FittedCost(1e6, 0.0, 250.0, rank_scale=[1, 2], floor=3e6, records=12, median_error=0.0312, comm=5e5)
     assert repr(cost) == (
         "FittedCost(max(3e+06, 1e+06 + 250 · S1) ns, floor, from 12 records, median error 3.1%, scales 1, 2, "
         "allreduce 5e+05 ns)"

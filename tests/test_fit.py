@@ -9,9 +9,12 @@ import pytest
 from numpy.typing import NDArray
 
 import chronica_hvd as chronica
-from chronica_hvd import cells, fit
+from chronica_hvd import cells
 from chronica_hvd.cost import non_negative_least_squares
+from chronica_hvd.fit import fitted_cost
 from chronica_hvd.least_squares import solve, sums_of
+from chronica_hvd.refit import Outcome, refit
+from chronica_hvd.rows import ROW, Row, summarize
 from chronica_hvd.shape import fit_shape
 
 DTYPE = chronica.StepTimer().drain().dtype
@@ -42,21 +45,21 @@ def changed(made: NDArray[Any], **fields: Any) -> NDArray[Any]:
     return made
 
 
-def unpacked(made: NDArray[Any], model: chronica.CostModel = BY_SIZE) -> fit.Row:
-    row = fit.Row.unpack(fit.summarize(made, model))
+def unpacked(made: NDArray[Any], model: chronica.CostModel = BY_SIZE) -> Row:
+    row = Row.unpack(summarize(made, model))
     assert row is not None
     return row
 
 
-def level(row: fit.Row, truth: chronica.CostModel) -> float:
+def level(row: Row, truth: chronica.CostModel) -> float:
     """Return how many times longer than true a row says that its rank takes."""
     count, samples, size, size2, time = np.vstack(row.halves).T
     return float((count * time).sum() / (count * truth.predict(samples, size, size2)).sum())
 
 
-def refitted(rows: list[fit.Row | None], current: chronica.CostModel = BY_SIZE, **options: Any) -> fit.Outcome:
+def refitted(rows: list[Row | None], current: chronica.CostModel = BY_SIZE, **options: Any) -> Outcome:
     ranks = len(rows)
-    outcome = fit.refit(rows, current, [1.0] * ranks, [0.0] * ranks, cells.NONE, BY_SIZE, **options)
+    outcome = refit(rows, current, [1.0] * ranks, [0.0] * ranks, cells.NONE, BY_SIZE, **options)
     assert outcome is not None
     return outcome
 
@@ -143,15 +146,15 @@ ODD: dict[str, NDArray[Any]] = {
 @pytest.mark.parametrize("model", [BY_SIZE, TRUTH, LAUNCH, chronica.CostModel(0, 0, 0, 0)])
 @pytest.mark.parametrize("odd", ODD)
 def test_rows_of_odd_records(odd: str, model: chronica.CostModel) -> None:
-    row = fit.summarize(ODD[odd], model, 3)
-    assert row.shape == (fit.ROW,)
+    row = summarize(ODD[odd], model)
+    assert row.shape == (ROW,)
     assert row.dtype == np.float64
     assert np.isfinite(row).all()
     says_nothing = odd in ("none", "zeros", "negative", "negative samples")
-    assert (fit.Row.unpack(row) is None) == says_nothing
-    rows = [fit.Row.unpack(one) for one in (row, fit.summarize(records(TRUTH, 64, noise=0.05), model))]
+    assert (Row.unpack(row) is None) == says_nothing
+    rows = [Row.unpack(one) for one in (row, summarize(records(TRUTH, 64, noise=0.05), model))]
     for current in (model, BY_SIZE, LAUNCH):
-        outcome = fit.refit(rows, current, [1.0, 2.0], [0.0, 0.0], cells.NONE, BY_SIZE)
+        outcome = refit(rows, current, [1.0, 2.0], [0.0, 0.0], cells.NONE, BY_SIZE)
         assert outcome is not None
         assert all(math.isfinite(number) and number > 0.0 for number in (outcome.unit, *outcome.scales))
         assert np.isfinite(outcome.memory).all()
@@ -167,26 +170,26 @@ def test_rows_of_random_records(seed: int) -> None:
         made[name] = engine.integers(
             -(2**63) if engine.random() < 0.2 else 0, 2 ** int(engine.integers(1, 63)), made.size
         )
-    row = fit.summarize(made, BY_SIZE, seed)
+    row = summarize(made, BY_SIZE)
     assert np.isfinite(row).all()
-    outcome = fit.refit([fit.Row.unpack(row)] * 2, BY_SIZE, [1.0, 1.0], [0.0, 0.0], cells.NONE, BY_SIZE)
+    outcome = refit([Row.unpack(row)] * 2, BY_SIZE, [1.0, 1.0], [0.0, 0.0], cells.NONE, BY_SIZE)
     if outcome is not None:
-        fit.fitted_cost(outcome)
+        fitted_cost(outcome)
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        np.zeros(fit.ROW),
-        np.full(fit.ROW, np.nan),
-        np.full(fit.ROW, -1.0),
-        np.ones(fit.ROW - 1),
-        np.full(fit.ROW, np.inf),
+        np.zeros(ROW),
+        np.full(ROW, np.nan),
+        np.full(ROW, -1.0),
+        np.ones(ROW - 1),
+        np.full(ROW, np.inf),
     ],
 )
 def test_what_is_no_row_says_nothing(wrong: NDArray[Any]) -> None:
-    assert fit.Row.unpack(wrong) is None
-    assert fit.refit([None, None], BY_SIZE, [1.0, 1.0], [0.0, 0.0], cells.NONE, BY_SIZE) is None
+    assert Row.unpack(wrong) is None
+    assert refit([None, None], BY_SIZE, [1.0, 1.0], [0.0, 0.0], cells.NONE, BY_SIZE) is None
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.05])
@@ -225,9 +228,7 @@ def test_a_slow_rank_with_pauses_keeps_its_shape() -> None:
 
 def test_rows_do_not_depend_on_the_unit_of_the_model() -> None:
     made = records(TRUTH, 100, noise=0.1)
-    np.testing.assert_allclose(
-        fit.summarize(made, BY_SIZE, 5), fit.summarize(made, chronica.CostModel(per_size=7e9), 5), rtol=1e-9
-    )
+    np.testing.assert_allclose(summarize(made, BY_SIZE), summarize(made, chronica.CostModel(per_size=7e9)), rtol=1e-9)
 
 
 # The fit. -------------------------------------------------------------------------------------------------------------
@@ -306,12 +307,12 @@ def test_a_factor_that_is_known_stays() -> None:
 
 def test_a_floor_that_is_not_seen_any_more_is_not_forgotten() -> None:
     made = records(LAUNCH, 200)
-    rows: list[fit.Row | None] = [unpacked(made[made["elapsed_ns"] > 2.5e7])]
+    rows: list[Row | None] = [unpacked(made[made["elapsed_ns"] > 2.5e7])]
     current = chronica.CostModel(0.0, 0.0, 2.5e3, 1.2, floor=2e7)
     outcome = refitted(rows, current, certainty=0.0)
     assert outcome.is_new
     assert outcome.shape.floor * outcome.unit == pytest.approx(2e7, rel=0.2)
-    below: list[fit.Row | None] = [unpacked(records(TRUTH, 200, noise=0.02))]
+    below: list[Row | None] = [unpacked(records(TRUTH, 200, noise=0.02))]
     outcome = refitted(below, current)
     assert outcome.is_new
     assert outcome.shape.floor * outcome.unit < 1.2e7  # TRUTH has none
@@ -319,10 +320,10 @@ def test_a_floor_that_is_not_seen_any_more_is_not_forgotten() -> None:
 
 def test_a_memory_that_does_not_hold_any_more_does_not_hinder() -> None:
     before = chronica.CostModel(1e5, 1e6, 100.0, 0.0)
-    rows: list[fit.Row | None] = [unpacked(records(before, 200, seed, 0.1)) for seed in range(4)]
+    rows: list[Row | None] = [unpacked(records(before, 200, seed, 0.1)) for seed in range(4)]
     memory = refitted(rows, before).memory
     rows = [unpacked(records(chronica.CostModel(per_size=3e3), 60, seed, 0.1)) for seed in range(4)]
-    outcome = fit.refit(rows, before, [1.0] * 4, [0.0] * 4, memory, BY_SIZE)
+    outcome = refit(rows, before, [1.0] * 4, [0.0] * 4, memory, BY_SIZE)
     assert outcome is not None
     assert outcome.scales == [1.0] * 4
     assert outcome.shape.predict(1, 800, 640_000) > 0.95 * outcome.shape.predict(32, 800, 20_000)
@@ -333,8 +334,8 @@ def test_the_same_rows_give_the_same_bits() -> None:
     one, other = (refitted([*rows]) for _ in range(2))
     assert (one.shape, one.unit, one.scales) == (other.shape, other.unit, other.scales)
     assert one.memory.tobytes() == other.memory.tobytes()
-    packed = [fit.summarize(records(LAUNCH, 100, seed, 0.1), BY_SIZE) for seed in range(3)]
-    read_back = [fit.Row.unpack(np.frombuffer(row.tobytes())) for row in packed]
+    packed = [summarize(records(LAUNCH, 100, seed, 0.1), BY_SIZE) for seed in range(3)]
+    read_back = [Row.unpack(np.frombuffer(row.tobytes())) for row in packed]
     assert refitted(read_back).shape == one.shape
 
 
@@ -342,7 +343,7 @@ def test_what_is_within_the_noise_stays() -> None:
     for noise in (0.0, 0.02, 0.1, 0.2):
         kept = 0
         for seed in range(30):
-            rows: list[fit.Row | None] = [unpacked(records(TRUTH, 64, 4 * seed + rank, noise)) for rank in range(4)]
+            rows: list[Row | None] = [unpacked(records(TRUTH, 64, 4 * seed + rank, noise)) for rank in range(4)]
             outcome = refitted(rows, TRUTH)
             kept += not outcome.is_new and outcome.scales == [1.0] * 4
         assert kept >= 26, noise
@@ -351,11 +352,11 @@ def test_what_is_within_the_noise_stays() -> None:
 def test_a_small_change_that_stays_is_seen_in_time() -> None:
     scales, drifts, refreshes = [1.0, 1.0], [0.0, 0.0], 0
     while scales == [1.0, 1.0]:
-        rows: list[fit.Row | None] = [unpacked(records(TRUTH, 64, 2 * refreshes + rank, 0.15)) for rank in range(2)]
+        rows: list[Row | None] = [unpacked(records(TRUTH, 64, 2 * refreshes + rank, 0.15)) for rank in range(2)]
         assert rows[0] is not None
         slow = records(TRUTH, 64, 2 * refreshes, 0.15)
         rows[0] = unpacked(changed(slow, elapsed_ns=slow["elapsed_ns"] * 1.05))
-        outcome = fit.refit(rows, TRUTH, scales, drifts, cells.NONE, BY_SIZE)
+        outcome = refit(rows, TRUTH, scales, drifts, cells.NONE, BY_SIZE)
         assert outcome is not None
         scales, drifts, refreshes = outcome.scales, outcome.drifts, refreshes + 1
         assert refreshes < 9

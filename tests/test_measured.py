@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from simulated_job import DTYPE, TRUTHS, SimulatedJob
 
 import chronica_hvd as chronica
-from chronica_hvd import fit
+from chronica_hvd.rows import ROW, summarize
 
 REFRESHES = int(os.environ.get("CHRONICA_REFRESHES", "600"))
 EACH = 20
@@ -83,7 +83,7 @@ def rows_of(ranks: int, seed: int = 0, noise: float = 0.02, scale: Any = 1.0) ->
         records["size2"] = records["size"] * length
         exact = ALL_TERMS.predict(records["samples"], records["size"], records["size2"]) * scale[rank]
         records["elapsed_ns"] = np.round(exact * np.exp(engine.normal(0.0, noise, 100)))
-        rows.append(fit.summarize(records, chronica.CostModel()))
+        rows.append(summarize(records, chronica.CostModel()))
     return np.array(rows)
 
 
@@ -111,7 +111,7 @@ def test_before_anything_is_measured_it_is_the_start() -> None:
     assert chronica.Measured().start is None
     measured = chronica.Measured()
     assert measured.model(DEFAULT, None, 2) is DEFAULT
-    nothing = np.zeros((2, fit.ROW))
+    nothing = np.zeros((2, ROW))
     assert measured.follow(nothing, places(2), [np.nan], [0.0]) is DEFAULT
     assert measured.follow(nothing * np.nan, places(2), [1e9], [0.0]) is DEFAULT
     assert "by size" in repr(chronica.Measured())

@@ -562,7 +562,6 @@ CALLABLES: dict[str, Entry] = {
         lambda: Case(chronica.FittedCost, {}),
         {
             **COST_MODEL,
-            "form": choice("additive ", "Floor"),
             "records": integer(0),
             "median_error": COEFFICIENT,
             "comm": COEFFICIENT,
