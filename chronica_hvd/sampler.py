@@ -244,7 +244,7 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
         planned, steps = leg.planned, step - leg.first
         before, consumed = planned.segment.before, planned.consumed(steps)
         measured = None
-        if self._measured is not None and self._measured.is_fitted:
+        if self._measured is not None and self._measured.has_learnt:
             measured = self._measured.state()
         position = Position(self.epoch, self.speeds, self.batch_size, before, steps, consumed, measured)
         return position.state(self._identity)

@@ -333,5 +333,5 @@ def test_loaders_out_of_order() -> None:
 
 
 def test_a_plan_measures_nothing() -> None:
-    with pytest.raises(TypeError, match="a plan takes its sampler.cost"):
+    with pytest.raises(TypeError, match=r"a plan takes its sampler\.cost"):
         chronica.plan([1, 2, 3], 2, 1, cost=chronica.Measured())

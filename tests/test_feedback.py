@@ -22,8 +22,8 @@ from inprocess import run_ranks
 import chronica_hvd as chronica
 from chronica_hvd.blocks import BLOCK_STEPS
 from chronica_hvd.cost import CostModel
-from chronica_hvd.fit import Row, summarize
 from chronica_hvd.planner import Planner
+from chronica_hvd.rows import Row, summarize
 from chronica_hvd.telemetry import host_number
 
 BATCH_SIZE = 2
