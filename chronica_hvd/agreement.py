@@ -72,7 +72,7 @@ class Agreement:
         text = ("" if error is None else str(error)).encode(errors="replace")[:LONGEST_TEXT]
         texts = self._gather("errors", np.frombuffer(text.ljust(LONGEST_TEXT, b"\0"), np.uint8)[None])
         first = texts[failed[0]].tobytes().rstrip(b"\0").decode(errors="replace")
-        others = f"; ranks {', '.join(map(str, failed[1:]))} failed as well" if failed[1:] else ""
+        others = f"; rank {', '.join(map(str, failed[1:]))} failed as well" if failed[1:] else ""
         return kind(f"on rank {failed[0]}, {first}{others}")
 
     def _gather(self, name: str, array: NDArray[Any]) -> NDArray[Any]:

@@ -87,10 +87,10 @@ class Feedback:
 
     def begin(self, course: Course) -> None:
         """Follow a loop over the loader from its begin."""
+        self.report()  # of an epoch whose last step was synchronized, and not made by the optimizer
         self._course = course
         self._window = range(course.start, course.start)
         self._times.clear()
-        self._report = None
         if self._telemetry is not None:
             self._telemetry.begin()
 
@@ -150,8 +150,8 @@ class Feedback:
         if ticket.is_last and self._on_report is not None:
             self._report = self._make_report(ticket.epoch)
 
-    def finish(self) -> None:
-        """Hand the report over, if the epoch's last step is finished."""
+    def report(self) -> None:
+        """Hand the report over, if the epoch's last step is made."""
         report, self._report = self._report, None
         if report is not None and self._on_report is not None:
             self._on_report(report)

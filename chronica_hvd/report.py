@@ -30,6 +30,8 @@ PRINTED_RANKS = 16
 class EpochReport:
     """The time of an epoch's steps on all ranks. Frozen; its arrays are read-only; printed, it says so in words.
 
+    Ranks are those of the sampler's process set. An epoch's last step is told of before it is finished, and left out.
+
     All times are in seconds, over the steps of which all is known on every rank (but for ranks of which nothing is
     known: their entries are NaN). On each rank compute + data_wait + other + peer_wait + wire is about ``elapsed``.
 
@@ -189,11 +191,11 @@ class EpochReport:
             f"{self.wire:.3g} s of it for the allreduce.",
             f"Idle for {self.idle_share:.1%} of the compute time, as planned {self.predicted_idle_share:.1%}; a rank's "
             f"load is off by {self.prediction_error:.1%}.",
-            "  rank   compute data wait     other for peers  slowdown",
+            "  rank    compute  data wait      other  for peers  slowdown",
         ]
         for rank in sorted(first):
             times = (times[rank] for times in (self.compute, self.data_wait, self.other, self.peer_wait))
-            lines.append(f"{rank:6}{''.join(f'{seconds:8.3g} s' for seconds in times)}{self.slowdown[rank]:10.2f}")
+            lines.append(f"{rank:6}{''.join(f' {seconds:8.3g} s' for seconds in times)}{self.slowdown[rank]:10.2f}")
         if len(first) < self.ranks:
             lines.append(f"  and {self.ranks - len(first)} more")
         for cause in CAUSES:
@@ -210,6 +212,9 @@ class EpochReport:
         who = [f"rank {one.rank} ({one.waiting:.3g} s)" for one in named]
         if cause == "device":
             who = [f"rank {one.rank} ({one.waiting:.3g} s; takes {one.factor:.2f} times as long)" for one in named]
+        if named and share < LEAST_SHARE:
+            slow = ", ".join(f"rank {one.rank} takes {one.factor:.2f} times as long" for one in named)
+            return [f"{cause}: {slow} as others for the same work, but has so much less of it that few wait."]
         if len(who) > PRINTED_RANKS:
             who[PRINTED_RANKS:] = [f"{len(who) - PRINTED_RANKS} more"]
         of_all = f"{cause}: {self.waiting_by_cause[cause]:.3g} s of waiting, {share:.1%} of the ranks' time"

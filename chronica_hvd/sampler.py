@@ -51,7 +51,8 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
     evaluation
         Plan for speed alone, since an evaluation has no order: every sample (of ``indices``) once over all ranks, the
         largest first, so that global batches hold samples alike. The step with the largest micro-batch comes first:
-        memory runs out at once or never. All epochs have one plan. See :class:`chronica_hvd.Mean`.
+        memory runs out at once or never. All epochs have one plan, by the cost as given: for one that was measured in
+        training give ``cost=sampler.cost``. See :class:`chronica_hvd.Mean`.
     on_report
         A function that is given each epoch's :class:`EpochReport`, when its last step is finished; all ranks that give
         one get the same. Its times are those of the optimizer that was wrapped last.
@@ -94,8 +95,8 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
         checked = PlanOptions.from_keywords(options)
         self.evaluation = checks.boolean("evaluation", evaluation)
         if self.evaluation:
-            _refuse_training_options(checked, on_report, is_shuffle_given="shuffle" in options)
-        _check_refresh(refresh)
+            _refuse_training_options(checked, on_report, refresh, is_shuffle_given="shuffle" in options)
+        blocks = _blocks_of(refresh)
         if not (on_report is None or callable(on_report)):
             raise TypeError(f"on_report must be a function or None, not {on_report!r}")
         if rank is not None:
@@ -109,12 +110,15 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
             work = self._planner.workload  # where sizes and indices are checked
             checked = dataclasses.replace(checked, indices=_largest_first(work), first="largest")
             self._planner = Planner(work.sizes, work.speeds, batch_size, checked)
+        if blocks is not None and measured is None:
+            advice = "leave refresh out" if checked.padding == "none" else "leave refresh out, or give Measured(cost)"
+            raise ValueError(f"refresh={blocks} has nothing to refresh: a given cost stays as it is; {advice}")
         self._planner.workload.keep_sizes()
         self.batch_size = self._planner.batch_size
         self.drop_last = checked.drop_last
         self.micro_batches = checked.micro_batches
         self._measured = None if self.evaluation else measured
-        self._blocks_of_refresh = None if refresh is None or isinstance(refresh, str) else int(refresh)
+        self._blocks_of_refresh = blocks
         self._on_report = on_report
         self._given = self._planner
         self._wire()
@@ -240,7 +244,7 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
         planned, steps = leg.planned, step - leg.first
         before, consumed = planned.segment.before, planned.consumed(steps)
         measured = None
-        if self._measured is not None and self._measured.is_fitted:
+        if self._measured is not None and self._measured.has_learnt:
             measured = self._measured.state()
         position = Position(self.epoch, self.speeds, self.batch_size, before, steps, consumed, measured)
         return position.state(self._identity)
@@ -311,6 +315,12 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
         # An iteration that was under way when a state was loaded goes on with its own plan.
         return last.step + 1 if self.course.holds(last) else self.course.start
 
+    def __repr__(self) -> str:
+        return (
+            f"BatchSampler(rank {self.world.rank} of {self.world.size}, {self.samples} samples, batch_size "
+            f"{self.batch_size}, epoch {self.epoch}, {len(self)} steps, cost {self.cost!r})"
+        )
+
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("progress", "course")}
 
@@ -330,7 +340,9 @@ def _measured(cost: Any, refresh: object) -> tuple[Measured | None, Any]:
     return (None if refresh is None else cost), cost.start
 
 
-def _refuse_training_options(options: PlanOptions, on_report: object, *, is_shuffle_given: bool) -> None:
+def _refuse_training_options(
+    options: PlanOptions, on_report: object, refresh: object, *, is_shuffle_given: bool
+) -> None:
     """Raise a ValueError for an option that says in which order, or which, samples of an evaluation are taken."""
     order = "an evaluation takes its samples the largest first, so that little is padded"
     contradictions = (
@@ -339,6 +351,7 @@ def _refuse_training_options(options: PlanOptions, on_report: object, *, is_shuf
         ('reorder="window"', options.reorder == "window", f"{order}; none is left to be moved"),
         (f"first={options.first!r}", options.first is not None, "its largest micro-batch comes first anyway"),
         ("on_report", on_report is not None, "what it reports is what an optimizer measures"),
+        (f"refresh={refresh!r}", refresh not in ("epoch", None), "all its epochs have one plan"),
     )
     for option, is_given, reason in contradictions:
         if is_given:
@@ -353,11 +366,12 @@ def _largest_first(work: Workload) -> NDArray[np.int64]:
     return backwards[ascending[::-1]]
 
 
-def _check_refresh(refresh: object) -> None:
+def _blocks_of(refresh: object) -> int | None:
+    """Return the number of blocks that ``refresh`` says; ``None``: plans change between epochs at most."""
     if refresh is None or isinstance(refresh, str):
         checks.choice("refresh", refresh, ("epoch", None))
-    else:
-        checks.integer("refresh", refresh, least=1)
+        return None
+    return checks.integer("refresh", refresh, least=1)
 
 
 def _world(ranks: int | None, rank: int | None, process_set: Any) -> World:

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from chronica_hvd import fit
 from chronica_hvd.blocks import BLOCK_STEPS
 from chronica_hvd.cost import CostModel
 from chronica_hvd.measured import Place
+from chronica_hvd.rows import ROW as SUMMARY
+from chronica_hvd.rows import summarize
 from chronica_hvd.timing import Reader, Timing
 from chronica_hvd.world import World
 
@@ -30,7 +31,7 @@ MOST_RECORDS, MOST_ROWS = 4096, 64
 #: Steps that a row has room for: a block, and those of an update that reaches beyond it.
 SLOTS = BLOCK_STEPS + 16
 
-ROW = HEADER + fit.ROW + len(TIMES) * SLOTS
+ROW = HEADER + SUMMARY + len(TIMES) * SLOTS
 
 
 class StepTimes(NamedTuple):
@@ -64,7 +65,7 @@ class Gathered(NamedTuple):
     granted
         The step that no rank's loader has asked for, nor any behind it.
     summaries
-        (ranks, fit.ROW) what the fit needs of the ranks' records.
+        (ranks, rows.ROW) what the fit needs of the ranks' records.
     times
         (steps, ranks) each.
     """
@@ -122,9 +123,9 @@ class Telemetry:
         is_later = ~is_older & (records["step"] >= steps.stop)
         self._later = [records[is_later]]
         self._unfitted.append(records[~is_later])
-        summary = np.zeros(fit.ROW)
+        summary = np.zeros(SUMMARY)
         if model is not None:
-            summary = fit.summarize(np.concatenate(self._unfitted)[-MOST_RECORDS:], model)
+            summary = summarize(np.concatenate(self._unfitted)[-MOST_RECORDS:], model)
             self._unfitted.clear()
         times = self._times(steps, micro_batches, records[~is_older & ~is_later])
         return np.concatenate([[*self._place, granted], summary, *times])
@@ -168,7 +169,7 @@ def _sums(records: NDArray[Any], first: int, awaited: NDArray[np.float64]) -> ND
 
 def gathered(rows: NDArray[np.float64], steps: int) -> Gathered:
     """Return what (ranks, ROW) rows say of so many steps."""
-    header, summaries, times = np.split(rows, [HEADER, HEADER + fit.ROW], axis=1)
+    header, summaries, times = np.split(rows, [HEADER, HEADER + SUMMARY], axis=1)
     places = tuple((int(host), int(local_rank)) for host, local_rank, _ in header)
     if len(set(places)) < len(places):  # hosts of one name
         places = tuple((-1, rank) for rank in range(len(places)))

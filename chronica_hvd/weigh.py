@@ -177,8 +177,11 @@ class Weigher:
         self._at_work = None
         self._forget_passes()
         self._cursor.finish(synchronize_ns, finished_ns, is_given_up=is_given_up)
+
+    def report(self) -> None:
+        """Hand out what there is to report, when the update is made."""
         if (feedback := self._feedback) is not None:
-            feedback.finish()
+            feedback.report()
 
     def set_weight(self, amount: Any) -> None:
         """Weigh the micro-batch at work by its true loss weight: see :func:`DistributedOptimizer`."""

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from chronica_hvd import checks
 from chronica_hvd.cost import CostModel, FittedCost
+from chronica_hvd.measured import Measured
 from chronica_hvd.options import PlanOptions
 from chronica_hvd.timing import Work
 
@@ -185,6 +186,8 @@ class Workload:
             if cost.is_in_flops and cost.fixed == 0.0 and cut and self._is_padded:
                 return dataclasses.replace(cost, fixed=float(cost.sample_costs(np.array(_mean(self.sizes)))))
             return cost
+        if isinstance(cost, Measured):
+            raise TypeError("cost=Measured(...) is for a BatchSampler, which measures; a plan takes its sampler.cost")
         if callable(cost) or isinstance(cost, str):
             raise TypeError(f"cost must be a CostModel, an array of costs or None, not {cost!r}")
         costs = checks.non_negative("cost", cost).astype(np.float64)

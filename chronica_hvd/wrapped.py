@@ -84,7 +84,7 @@ def replace_methods(
             wait(self)
 
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
-        """Combine the gradients and make the update.
+        """Combine the gradients, make the update, and at an epoch's end report.
 
         A closure computes the loss and its gradients: zero_grad(), backward() for each micro-batch of the step in order
         (taken before), and returns the loss, or with micro-batches a list of one for each. It is called as often as
@@ -97,7 +97,10 @@ def replace_methods(
                     "optimizer.step() was called, but no step has been taken from this sampler's loader since the last "
                     "update or skip_step(): it would make that update again, or go on by momentum alone"
                 )
-            return horovods_step(self)
+            result = horovods_step(self)
+            if weigher is not None:
+                weigher.report()
+            return result
         if not callable(closure):
             raise TypeError(f"closure must be a function that returns the loss, or None, not {closure!r}")
         if not self._should_synchronize:
@@ -120,6 +123,7 @@ def replace_methods(
         self._synchronized = False
         if weigher is not None:
             weigher.finish_step()
+            weigher.report()
         return loss
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
@@ -138,6 +142,8 @@ def replace_methods(
         finish(self, is_given_up=True)
         self._synchronized = False
         inner.zero_grad(self)
+        if weigher is not None:
+            weigher.report()
 
     def set_weight(self: Any, amount: float) -> None:
         """Say the true loss weight of the micro-batch at work: see :func:`DistributedOptimizer`."""

@@ -96,4 +96,4 @@ def calibrate(loss: Callable[[Tensor, Tensor], Tensor], sizes: list[int], batch_
     records = timer.drain()[1:]
     # Of all ranks, so that all get the same cost.
     every = hvd.allgather(torch.from_numpy(records.view(np.int64)), name="calibration").numpy()
-    return chronica.CostModel.fit(every.view(records.dtype))
+    return chronica.CostModel.fit(every.view(records.dtype), start=guess)

@@ -252,6 +252,9 @@ def test_unknown_options() -> None:
         ({"refresh": 1.5}, TypeError, "refresh must be an integer, not 1.5"),
         ({"refresh": True}, TypeError, "refresh must be an integer, not True"),
         ({"refresh": "block"}, ValueError, "refresh must be one of 'epoch', None, not 'block'"),
+        ({"refresh": 2, "cost": chronica.CostModel()}, ValueError, "refresh=2 has nothing to refresh.*give Measured"),
+        ({"evaluation": True, "refresh": 2}, ValueError, "evaluation=True and refresh=2 contradict"),
+        ({"cost": "measured"}, TypeError, "cost must be a CostModel"),
         ({"on_report": 3}, TypeError, "on_report must be a function or None, not 3"),
         (
             {"evaluation": True, "on_report": print},
@@ -327,3 +330,8 @@ def test_averages_without_a_sampler(other: Any) -> None:
 def test_loaders_out_of_order() -> None:
     with pytest.raises(ValueError, match="in_order must be True, not False"):
         chronica.DataLoader(torch.zeros(5), batch_sampler=sampler(), in_order=False)
+
+
+def test_a_plan_measures_nothing() -> None:
+    with pytest.raises(TypeError, match=r"a plan takes its sampler\.cost"):
+        chronica.plan([1, 2, 3], 2, 1, cost=chronica.Measured())

@@ -22,8 +22,8 @@ from inprocess import run_ranks
 import chronica_hvd as chronica
 from chronica_hvd.blocks import BLOCK_STEPS
 from chronica_hvd.cost import CostModel
-from chronica_hvd.fit import Row, summarize
 from chronica_hvd.planner import Planner
+from chronica_hvd.rows import Row, summarize
 from chronica_hvd.telemetry import host_number
 
 BATCH_SIZE = 2
@@ -158,7 +158,11 @@ def test_by_epochs_the_next_one_is_planned_with_what_this_one_told(steps: int) -
 
 
 def test_never_without_refresh_nor_with_a_given_cost() -> None:
-    for options in ({"refresh": None}, {"cost": CostModel(per_sample=2.0)}, {"cost": None, "refresh": None}):
+    for options in (
+        {"refresh": None},
+        {"cost": CostModel(per_sample=2.0), "refresh": "epoch"},
+        {"cost": None, "refresh": None},
+    ):
 
         def train(_: int, options: dict[str, Any] = options) -> Any:
             training = Training(2 * BATCH_SIZE * 3, **options)
@@ -255,6 +259,36 @@ def test_a_report_of_each_epoch_on_every_rank() -> None:
     json.dumps(report.as_dict())
 
 
+def test_a_report_comes_when_the_last_update_is_made() -> None:
+    class Stop(Exception):  # noqa: N818
+        pass
+
+    def train(rank: int) -> Any:
+        weights: list[Any] = []
+
+        def note(report: chronica.EpochReport) -> None:
+            weights.append(training.model.weight.detach().clone())
+            if rank == 1:
+                raise Stop
+
+        training = Training(24, on_report=note)
+        optimizer = training.optimizer
+        optimizer.param_groups[0]["lr"] = 0.1
+        try:
+            for batch in training.loader:
+                optimizer.zero_grad()
+                training.model(training.features[batch]).mean().backward()
+                optimizer.step()
+        except Stop:
+            assert rank == 1
+        else:
+            assert rank == 0
+        return weights, training.model.weight.detach()
+
+    for (reported,), last in run_ranks(2, train):
+        assert torch.equal(reported, last)
+
+
 def test_a_report_with_a_given_cost_and_without_a_refresh() -> None:
     def train(_: int) -> Any:
         reports: list[chronica.EpochReport] = []
@@ -270,7 +304,7 @@ def test_a_report_with_a_given_cost_and_without_a_refresh() -> None:
 def test_a_report_that_one_rank_alone_asks_for() -> None:
     def train(rank: int) -> Any:
         reports: list[chronica.EpochReport] = []
-        training = Training(24, cost=CostModel(), on_report=reports.append if rank == 1 else None)
+        training = Training(24, cost=CostModel(), refresh="epoch", on_report=reports.append if rank == 1 else None)
         training.epoch(0)
         training.epoch(1)
         return [(report.epoch, report.complete) for report in reports]

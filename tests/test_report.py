@@ -404,9 +404,9 @@ def test_the_text() -> None:
     assert str(epoch.report()).splitlines()[:5] == [
         "Epoch 3: 11 of 11 steps on 2 ranks in 2.27 s, 0.033 s of it for the allreduce.",
         "Idle for 25.0% of the compute time, as planned 0.0%; a rank's load is off by 33.3%.",
-        "  rank   compute data wait     other for peers  slowdown",
-        "     0     1.1 s   0.022 s    0.01 s     1.1 s      1.00",
-        "     1     2.2 s   0.022 s    0.01 s       0 s      2.00",
+        "  rank    compute  data wait      other  for peers  slowdown",
+        "     0      1.1 s    0.022 s     0.01 s      1.1 s      1.00",
+        "     1      2.2 s    0.022 s     0.01 s        0 s      2.00",
     ]
 
 

@@ -181,7 +181,7 @@ def test_samples_that_cannot_be_read() -> None:
 
     assert run_ranks(1, run) == ["reading sample 1 failed: OSError: no file 1"]
     assert set(run_ranks(4, run, seed=3)) == {
-        "on rank 1, reading sample 1 failed: OSError: no file 1; ranks 2 failed as well"
+        "on rank 1, reading sample 1 failed: OSError: no file 1; rank 2 failed as well"
     }
 
 
