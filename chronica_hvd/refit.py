@@ -16,7 +16,7 @@ import numpy as np
 
 from chronica_hvd import cells
 from chronica_hvd.cells import Cells
-from chronica_hvd.cost import CostModel, cost_of_work
+from chronica_hvd.cost import CostModel
 from chronica_hvd.rows import Row
 from chronica_hvd.shape import (
     at_level,
@@ -178,7 +178,7 @@ class _Refit:
             best.shape is not self.current,
             remembered,
             round(math.fsum(remembered[:, 0].tolist())),
-            median_error(best.folds[0], measured),
+            median([error for row in measured for error in row.errors(best.folds[0])] or [0.0]),
         )
 
     def best(self, certainty: float) -> Contender:
@@ -264,7 +264,7 @@ class _Refit:
         return frozenset(rank for rank, scale in enumerate(self.steady(shape)[0]) if scale != self.scales[rank])
 
     def unit(self, shape: CostModel, scales: Sequence[float]) -> float:
-        """Return nanoseconds per unit of the shape on a rank of scale 1: the lower median, which is one rank's."""
+        """Return nanoseconds per unit of the shape on a rank of scale 1."""
         return _unit(self.relative(shape, scales))
 
     def relative(self, shape: CostModel, scales: Sequence[float]) -> list[float]:
@@ -307,18 +307,5 @@ class _Refit:
 
 
 def _unit(relative: list[float]) -> float:
+    """Return the lower median, which is one rank's."""
     return median_low([one for one in relative if one > 0.0] or [1.0])
-
-
-def median_error(shape: CostModel, rows: Sequence[Row]) -> float:
-    """Return the median |predicted − measured| ÷ measured of single records, by a fit to the other half; 0 of none.
-
-    A rank's level is the other half's too, unless nothing is in there: of a record that is alone.
-    """
-    errors: list[float] = []
-    for row in rows:
-        of_other, of_all = levels(shape, [row.halves[0], np.vstack(row.halves)])
-        n, size, size2, time = row.singles.T
-        level = (of_other or of_all) / row.pauses
-        errors += np.abs(cost_of_work(shape, n, size, size2) * level / time - 1.0).tolist()
-    return median(errors) if errors else 0.0

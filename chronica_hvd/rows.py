@@ -11,7 +11,7 @@ from chronica_hvd import cells
 from chronica_hvd.cells import Cells
 from chronica_hvd.cost import CostModel, cost_of_work
 from chronica_hvd.least_squares import Sums, solve
-from chronica_hvd.shape import LEAST_SHARE_OF_MEAN
+from chronica_hvd.shape import LEAST_SHARE_OF_MEAN, levels
 
 #: Cells of each half of the records, and single records for the median error.
 CELLS, SINGLES = 16, 16
@@ -80,6 +80,17 @@ class Row(NamedTuple):
             (first, second),
             singles[singles[:, 3] > 0.0],
         )
+
+    def errors(self, shape: CostModel) -> list[float]:
+        """Return |predicted − measured| ÷ measured of the single records, by a shape fitted to the first half.
+
+        The level is the first half's too, unless nothing is in there: of a record that is alone.
+        """
+        of_first, of_all = levels(shape, [self.halves[0], np.vstack(self.halves)])
+        n, size, size2, time = self.singles.T
+        predicted = cost_of_work(shape, n, size, size2) * ((of_first or of_all) / self.pauses)
+        errors: list[float] = np.abs(predicted / time - 1.0).tolist()
+        return errors
 
 
 def summarize(records: NDArray[Any], model: CostModel) -> NDArray[np.float64]:

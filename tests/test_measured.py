@@ -439,13 +439,15 @@ def test_a_random_job_is_never_planned_worse_than_by_size(number: int) -> None:
         block = random.job.block()
         if was_lost and since == 1:
             since = 0  # nobody can know of it yet
+        allowed = 1.05 + random.noise / 2
         if since > 0:
-            # Nor than by the truth: with a floor and several micro-batches that may be longer than by size.
-            assert block.measured <= (1.05 + random.noise / 2) * max(block.default, block.best), refresh
+            # Nor than by the truth: with a floor and several micro-batches that may be longer than by size. The first
+            # plan after a change stands on what the plan before let measure: a rank may have had small batches only.
+            assert block.measured <= (allowed + 0.1 * (since == 1)) * max(block.default, block.best), refresh
         if since > 3 and random.happens != "slow":
-            assert block.measured <= (1.05 + random.noise / 2) * block.best, refresh
+            assert block.measured <= allowed * block.best, refresh
             changes += block.is_changed
             refreshes += 1
     if refreshes:
         print(f"changed {changes} of {refreshes} times without a reason")
-        assert changes <= 2 + refreshes // 4  # of 600 refreshes: in 4 of 100
+        assert changes <= 2 + refreshes // 4  # on average 1 in 30
