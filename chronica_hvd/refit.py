@@ -183,7 +183,7 @@ class _Refit:
 
     def best(self, certainty: float) -> Contender:
         """Return the contender that predicts held-out cells best; what there is, unless another is really better."""
-        now = self.as_it_is(self.current)
+        now = self.as_it_is(self.current, self.memory)
         additive, floored = (self.fitted(self.memory, with_floor) for with_floor in (False, True))
         has_floor = self.current.floor > 0.0 and floored.shape.floor > 0.0
         same, other = (floored, additive) if has_floor else (additive, floored)
@@ -191,7 +191,8 @@ class _Refit:
         if certainty > 0.0 and not now.changed and not differ:
             return now
         least = min(certainty, 1.0) if now.changed else certainty  # the plan changes anyway
-        best = self.better(self.as_it_is(self.start), now, least)
+        # What was measured before led away from the start, and so does not hold any more where that is better again.
+        best = self.better(self.as_it_is(self.start, cells.NONE), now, least)
         best = self.better(same, best, least, fewer=1)
         if len(self.memory):
             # Whether everything before is to be forgotten.
@@ -201,11 +202,10 @@ class _Refit:
         if (other.shape.floor > 0.0) == (best.shape.floor > 0.0):
             return best
         # Where plans avoid what is below the floor, only the memory knows of it.
-        remembered = cells.NONE if best.shape is self.start else best.memory
-        return self.better(other, best, max(certainty, 1.0), remembered=remembered)
+        return self.better(other, best, max(certainty, 1.0), remembered=best.memory)
 
-    def as_it_is(self, shape: CostModel) -> Contender:
-        return Contender(shape, self.changed(shape), self.memory, lambda half: shape)
+    def as_it_is(self, shape: CostModel, memory: Cells) -> Contender:
+        return Contender(shape, self.changed(shape), memory, lambda half: shape)
 
     def fitted(self, memory: Cells, with_floor: bool) -> Contender:
         """Fit a shape; scales are as before unless that says otherwise.

@@ -25,6 +25,8 @@ GROUPS = 8
 LARGEST = 1e40
 #: So many deviations from the rest a record is an outlier.
 OUTLIER = 3.0
+#: Where more than this share are no outliers, no floor is looked for; it must leave less than that of the errors.
+FEW_OUTLIERS, LEAST_REST = 0.97, 0.9
 
 
 class Row(NamedTuple):
@@ -122,12 +124,29 @@ def summarize(records: NDArray[Any], model: CostModel) -> NDArray[np.float64]:
 def _robust_fit(
     work: NDArray[np.float64], time: NDArray[np.float64], model: CostModel
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Return what a model fitted to most of these records predicts for all, and which are not outliers."""
+    """Return what a model fitted to most of these records predicts for all, and which are not outliers.
+
+    The model has a floor where that leaves less unexplained: where most micro-batches are at the floor, those above it
+    are no outliers.
+    """
+    additive = predicted, is_kept = _fit_to_most(work, time, model, 0.0)
+    if is_kept.mean() > FEW_OUTLIERS:
+        return additive
+    floored = _fit_to_most(work, time, model, float(np.median(time)))
+    errors, others = (float(np.abs(time / one - 1.0).clip(0.0, 1.0).mean()) for one in (predicted, floored[0]))
+    return floored if others < LEAST_REST * errors else additive
+
+
+def _fit_to_most(
+    work: NDArray[np.float64], time: NDArray[np.float64], model: CostModel, floor: float
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Do what :func:`_robust_fit` says, with a floor that begins at this, or with none."""
     columns = np.vstack([np.ones_like(time), work])
     predicted = np.asarray(cost_of_work(model, *work), dtype=np.float64) + np.zeros_like(time)
     if not (predicted > 0.0).all():
         predicted = np.ones_like(time)
     is_kept = np.ones(time.size, dtype=np.bool_)
+    is_above = predicted * float(np.median(time / predicted)) >= floor
     for turn in range(10):
         error = time / predicted
         middle = float(np.median(error))
@@ -137,10 +156,14 @@ def _robust_fit(
         is_kept = np.abs(error) <= OUTLIER * spread
         # At first what deviates more than most counts less, so that even a third of outliers bends nothing; then not.
         softly = np.minimum(1.0, spread / np.maximum(np.abs(error), spread)) ** 2
-        weight = softly if turn < 7 else is_kept.astype(np.float64)
+        weight = (softly if turn < 7 else is_kept.astype(np.float64)) * is_above
         weighted = columns * (weight / np.maximum(predicted, LEAST_SHARE_OF_MEAN * float(predicted.mean())) ** 2)
         sums = Sums((weighted @ columns.T).tolist(), (weighted @ time).tolist(), float(weighted[0] @ (time * time)))
         fitted = np.asarray(solve(sums)) @ columns
+        if floor > 0.0 and not is_above.all():
+            floor = float(np.median(time[~is_above]))
+        is_above = fitted >= floor
+        fitted = np.maximum(fitted, floor)
         if not (np.isfinite(fitted).all() and fitted.min() > 0.0):
             break
         predicted = fitted

@@ -176,7 +176,7 @@ def _drawn_to(start: CostModel, sums: Sums, points: int, records: float) -> Sums
     free = solve(sums)
     across, square = sums.fitted(free)
     scatter = max(0.0, sums.square - 2.0 * across + square) / max(1, points - len(free) + free.count(0.0))
-    number = scatter / EXPECTED_CHANGE**2 + max(0.0, FEW_RECORDS / records - 1.0) / 4.0
+    number = scatter / (EXPECTED_CHANGE * EXPECTED_CHANGE) + max(0.0, FEW_RECORDS / records - 1.0) / 4.0
     gram = [list(row) for row in sums.gram]
     moment = list(sums.moment)
     for place, coefficient in enumerate(coefficients_of(start)):
@@ -220,7 +220,8 @@ def _with_floor_from(floor: float, cells: Cells, shape: CostModel) -> CostModel 
         were_below = is_below
         floor = _weighted_mean(count[is_below], time[is_below])
         above = cells[~is_below]
-        weight = above[:, 0] / np.maximum(predicted[~is_below], floor) ** 2
+        expected = np.maximum(predicted[~is_below], floor)
+        weight = above[:, 0] / (expected * expected)
         sums = sums_of(np.vstack([np.ones(len(above)), above[:, 1:4].T]), above[:, 4], weight)
         linear = additive(solve(_drawn_to(shape, sums, len(above), math.fsum(above[:, 0].tolist()))))
     return additive(coefficients_of(linear), floor)

@@ -140,6 +140,12 @@ def test_fit_says_how_well_it_predicts() -> None:
     assert chronica.CostModel.fit(records(MODELS[0], count=400)).median_error < 0.01
 
 
+def test_of_a_record_that_is_alone_the_error_is_that_of_the_fit_to_it() -> None:
+    for count in (1, 2, 3, 5):
+        assert chronica.CostModel.fit(records(MODELS[0], count=count), start=MODELS[0]).median_error < 1e-6, count
+    assert chronica.CostModel.fit([records(MODELS[0], count=1, seed=seed) for seed in range(3)]).median_error < 1e-6
+
+
 def test_a_fitted_cost_reads_well() -> None:
     cost = chronica.FittedCost(1e6, 0.0, 250.0, rank_scale=[1, 2], floor=3e6, records=12, median_error=0.0312, comm=5e5)
     assert repr(cost) == (

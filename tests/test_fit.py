@@ -218,12 +218,32 @@ def test_the_error_of_a_speed_is_what_it_scatters_by() -> None:
         assert beyond < 0.05
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+@pytest.mark.parametrize("above", [0.1, 0.4, 0.9])
+def test_where_most_are_at_the_floor_those_above_are_no_outliers(above: float, noise: float) -> None:
+    made = records(LAUNCH, 200, noise=noise)
+    exact = LAUNCH.predict(made["samples"], made["size"], made["size2"])
+    few, many = np.flatnonzero(exact > LAUNCH.floor), np.flatnonzero(exact == LAUNCH.floor)
+    count = int(100 * above)
+    made = made[np.sort([*np.resize(few, count), *np.resize(many, 100 - count)])]
+    row = unpacked(made)
+    assert sum(float(half[:, 0].sum()) for half in row.halves) >= 97
+    assert level(row, LAUNCH) == pytest.approx(1.0, abs=0.01 + noise)
+
+
 def test_a_slow_rank_with_pauses_keeps_its_shape() -> None:
     made = records(TRUTH, 300, noise=0.03)
     made["elapsed_ns"][::3] *= 4
     _, samples, size, size2, time = np.vstack(unpacked(made).halves).T
     ratio = time / TRUTH.predict(samples, size, size2)
     assert np.std(ratio / ratio.mean()) < 0.05
+
+
+def test_steps_of_loops_that_number_them_alike_are_counted_one_by_one() -> None:
+    made = records(TRUTH, 60)
+    mean = made["elapsed_ns"].sum() / 30
+    for steps in (np.arange(60) // 2, np.tile(np.arange(10) // 2, 6)):
+        assert unpacked(changed(made, step=steps)).step_time == pytest.approx(mean, rel=0.01)
 
 
 def test_rows_do_not_depend_on_the_unit_of_the_model() -> None:
@@ -347,6 +367,29 @@ def test_what_is_within_the_noise_stays() -> None:
             outcome = refitted(rows, TRUTH)
             kept += not outcome.is_new and outcome.scales == [1.0] * 4
         assert kept >= 26, noise
+
+
+def test_where_nothing_has_changed_no_half_is_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def counted(*args: Any, **options: Any) -> chronica.CostModel:
+        calls.append(args)
+        return fit_shape(*args, **options)
+
+    monkeypatch.setattr("chronica_hvd.refit.fit_shape", counted)
+    rows: list[Row | None] = [unpacked(records(TRUTH, 200, rank, 0.02)) for rank in range(4)]
+    assert not refitted(rows, TRUTH).is_new
+    assert len(calls) == 2  # with a floor and without
+
+
+def test_where_the_start_is_right_again_what_led_away_from_it_is_forgotten() -> None:
+    before: list[Row | None] = [unpacked(records(TRUTH, 200, rank, 0.05)) for rank in range(3)]
+    current = refitted(before)
+    rows: list[Row | None] = [unpacked(records(chronica.CostModel(per_size=3e3), 60, rank, 0.05)) for rank in range(3)]
+    outcome = refit(rows, current.shape, [1.0] * 3, [0.0] * 3, current.memory, BY_SIZE)
+    assert outcome is not None
+    assert outcome.shape == BY_SIZE
+    assert outcome.records <= 180
 
 
 def test_a_small_change_that_stays_is_seen_in_time() -> None:

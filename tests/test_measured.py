@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import json
 import math
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -154,6 +156,20 @@ def test_all_ranks_get_the_same_bits() -> None:
     assert run() == run()
 
 
+@pytest.mark.parametrize("name", ["allreduce", "cells", "least_squares", "measured", "refit", "shape"])
+def test_nothing_is_computed_that_differs_between_machines(name: str) -> None:
+    """Sums in the order of the vector unit, what libraries approximate, and sums that Python 3.12 compensates."""
+    other = {"sum", "mean", "average", "median", "std", "var", "prod", "cumsum", "dot", "matmul", "einsum", "linalg"}
+    other |= {"exp", "log", "power", "pow"}
+    source = (Path(chronica.__file__).parent / f"{name}.py").read_text()
+    for node in ast.walk(ast.parse(source)):
+        named = getattr(node, "attr", None) or (getattr(node, "id", None) == "sum" and "sum")
+        assert named not in other, ast.unparse(node)
+        if isinstance(node, ast.BinOp):
+            assert not isinstance(node.op, ast.MatMult), ast.unparse(node)
+            assert not isinstance(node.op, ast.Pow) or isinstance(node.left, ast.Constant), ast.unparse(node)
+
+
 # Places. --------------------------------------------------------------------------------------------------------------
 
 
@@ -199,6 +215,21 @@ def test_speeds_that_the_plan_knows_are_not_counted_twice() -> None:
     # Without them the rank is known to be slow.
     assert measured.model(DEFAULT, places(2), 2).rank_scale == pytest.approx((1.0, 2.0))
     assert measured.model(DEFAULT, places(2), 2, [1.0, 0.5]) == model
+
+
+def test_a_given_speed_is_not_bounded() -> None:
+    for is_measured in (True, False):
+        measured = chronica.Measured()
+        measured.model(DEFAULT, places(3), 3, [1.0, 1.0, 1 / 40])
+        for refresh in range(2):
+            rows = rows_of(3, refresh, scale=[1.0, 1.0, 40.0])
+            rows[2] *= is_measured
+            model = measured.follow(rows, places(3), [], [])
+            assert isinstance(model, chronica.FittedCost)
+            assert model.rank_scale is None
+        # One that is found out to be wrong goes.
+        model = measured.follow(rows_of(3, 2), places(3), [], [])
+        assert measured.model(DEFAULT, places(3), 3).rank_scale == pytest.approx([1.0] * 3, abs=0.03)
 
 
 def test_scales_of_the_start_are_where_it_begins() -> None:
@@ -255,6 +286,20 @@ def test_plans_do_not_turn_to_and_fro_with_the_allreduce(comm: float) -> None:
         assert found == pytest.approx(comm, rel=0.35)
     else:
         assert found <= 1.35 * comm + 1e6
+
+
+def test_a_state_is_worth_keeping_once_something_was_measured() -> None:
+    start = chronica.CostModel(*(getattr(ALL_TERMS, name) for name in ("fixed", "per_sample", "per_size", "per_size2")))
+    measured = chronica.Measured(start)
+    measured.model(start, places(2), 2)
+    assert not measured.has_learnt
+    measured.follow(np.zeros((2, ROW)), places(2), [], [])
+    assert not measured.has_learnt
+    assert measured.follow(rows_of(2), places(2), [], []) is start
+    assert measured.has_learnt  # what is remembered, though the start is right
+    other = chronica.Measured()
+    other.load(measured.state())
+    assert other.has_learnt
 
 
 # State. ---------------------------------------------------------------------------------------------------------------
@@ -407,14 +452,15 @@ def test_a_random_job_is_never_planned_worse_than_by_size(number: int) -> None:
         if was_lost and since == 1:
             since = 0  # nobody can know of it yet
         if since > 0:
-            assert block.measured <= (1.05 + random.noise / 2) * block.default, refresh
+            # Nor than by the truth: with a floor and several micro-batches that may be longer than by size.
+            assert block.measured <= (1.05 + random.noise / 2) * max(block.default, block.best), refresh
         if since > 3 and random.happens != "slow":
             assert block.measured <= (1.05 + random.noise / 2) * block.best, refresh
             changes += block.is_changed
             refreshes += 1
     if refreshes:
         print(f"changed {changes} of {refreshes} times without a reason")
-        assert changes <= max(5, refreshes // 2)
+        assert changes <= 2 + refreshes // 4  # of 600 refreshes: in 4 of 100
 
 
 def test_of_one_record_a_rank_nobody_is_called_slow() -> None:
