@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from statistics import median_low
 from typing import Any
 
 import numpy as np
 
 from chronica_hvd import cells, checks
-from chronica_hvd.cost import CostModel, FittedCost, coefficients_of
+from chronica_hvd.cost import CostModel, FittedCost, coefficients_of, cost_of_work
 from chronica_hvd.refit import Outcome, refit
 from chronica_hvd.rows import Row, summarize
 from chronica_hvd.shape import scaled
@@ -22,9 +23,9 @@ def fit_records(records: Any, start: CostModel | None) -> FittedCost:
     arrays = [records] if is_one else list(records)
     if not arrays:
         raise ValueError("records is empty; at least one array of records is needed")
-    for array in arrays:
-        _check(array)
-    begin = scaled(start or CostModel(), 1.0)
+    for rank, array in enumerate(arrays):
+        _check(array, "the records" if is_one else f"the records of rank {rank}")
+    begin = _of_unit_mean(start or CostModel(), arrays)
     rows = [Row.unpack(summarize(array, begin)) for array in arrays]
     outcome = refit(rows, begin, [1.0] * len(rows), [0.0] * len(rows), cells.NONE, begin, certainty=0.0)
     if outcome is None:
@@ -46,15 +47,28 @@ def fitted_cost(outcome: Outcome, *, has_scale: bool = True, comm: float = 0.0) 
     )
 
 
-def _check(records: Any) -> None:
+def _of_unit_mean(start: CostModel, arrays: list[Any]) -> CostModel:
+    """Return the start's shape in a unit in which it predicts 1 on average, whatever unit it was given in."""
+    with np.errstate(over="ignore"):
+        predicted = [
+            cost_of_work(start, *(array[name].astype(np.float64) for name in ("samples", "size", "size2")))
+            for array in arrays
+        ]
+        mean = float(np.mean(np.concatenate(predicted)))
+        factor = 1.0 / mean if mean > 0.0 else 1.0
+    if not (math.isfinite(mean) and math.isfinite(factor)):
+        raise ValueError(f"start predicts {mean:g} for these records; give it in a unit nearer to 1: {start!r}")
+    return scaled(start, factor)
+
+
+def _check(records: Any, what: str) -> None:
     names = getattr(getattr(records, "dtype", None), "names", None) or ()
     missing = [name for name in ("samples", "size", "size2", "elapsed_ns") if name not in names]
-    if missing:
-        raise TypeError(
-            f"records must be a structured array as StepTimer.drain() returns; it lacks {missing} in {records!r}"
-        )
+    if missing or np.ma.isMaskedArray(records):
+        lacks = f"; it lacks {missing} in {records!r}" if missing else ", not a masked one"
+        raise TypeError(f"{what} must be a structured array as StepTimer.drain() returns{lacks}")
     for name in ("elapsed_ns", "samples", "size", "size2"):
-        checks.non_negative(f"{name} of the records", records[name])
+        checks.non_negative(f"{name} of {what}", records[name])
     if (records["elapsed_ns"] == 0).any():
         position = int(np.argmin(records["elapsed_ns"]))
-        raise ValueError(f"elapsed_ns of the records must be positive; position {position} holds 0")
+        raise ValueError(f"elapsed_ns of {what} must be positive; position {position} holds 0")

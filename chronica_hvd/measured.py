@@ -14,7 +14,7 @@ from chronica_hvd import allreduce, cells, checks
 from chronica_hvd.cost import CostModel, FittedCost, coefficients_of
 from chronica_hvd.fit import fitted_cost
 from chronica_hvd.refit import refit
-from chronica_hvd.rows import Row
+from chronica_hvd.rows import LARGEST, Row
 
 #: Where a rank is: a number for its host, and its number there.
 Place = tuple[int, int]
@@ -25,6 +25,10 @@ LEAST_WAIT = 0.05
 LEAST_COMM_CHANGE = 0.2
 #: Scales that differ by less do so by rounding.
 ROUNDING = 1e-9
+
+
+#: A state in which a rank is more times slower or faster than another than this was not written by us.
+LARGEST_RATIO = 2.0**20
 
 
 class Measured:
@@ -211,8 +215,9 @@ class Measured:
             )
         fitted = _loaded_fit(state["fitted"])
         scales, drifts = (_of_places(name, state[name]) for name in ("scales", "drifts"))
-        if any(scale <= 0.0 for scale in scales.values()):
-            raise ValueError(f"scales of the state must be positive, not {state['scales']!r}")
+        if not all(1.0 / LARGEST_RATIO <= scale <= LARGEST_RATIO for scale in scales.values()):
+            allowed = f"from {1.0 / LARGEST_RATIO:g} to {LARGEST_RATIO:g}"
+            raise ValueError(f"scales of the state must be {allowed}, not {state['scales']!r}")
         places, memory = _loaded_places(state["places"]), _loaded_memory(state["memory"])
         self._fitted, self._scales, self._drifts, self._memory = fitted, scales, drifts, memory
         self._places = places  # as long as nobody knows better
@@ -250,10 +255,13 @@ def _loaded_places(value: Any) -> tuple[Place, ...]:
 
 
 def _loaded_memory(value: Any) -> cells.Cells:
+    what = f"memory of the state must be a list of lists of {cells.COLUMNS} numbers"
     try:
-        memory = np.array(value, dtype=np.float64).reshape(-1, cells.COLUMNS)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"memory of the state must be a list of lists of {cells.COLUMNS} numbers: {error}") from None
-    if not (np.isfinite(memory).all() and memory.min(initial=0.0) >= 0.0):
-        raise ValueError("memory of the state must hold finite numbers that are not negative")
-    return memory
+        memory = np.array(value if len(value) else cells.NONE)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{what}: {error}") from None
+    if memory.dtype.kind not in "if" or memory.ndim != 2 or memory.shape[1] != cells.COLUMNS:
+        raise ValueError(f"{what}, not {value!r:.200}")
+    if not (memory.min(initial=0.0) >= 0.0 and memory.max(initial=0.0) < LARGEST):
+        raise ValueError(f"{what} that are finite and not negative, below {LARGEST:g}")
+    return memory.astype(np.float64)

@@ -196,7 +196,8 @@ def _level(time: NDArray[np.float64], predicted: NDArray[np.float64]) -> tuple[f
     means = means.clip(middle - most, middle + most)
     level = float(means.mean())
     of_groups = float(means.std(ddof=1)) if means.size > 1 else 0.0
-    return level, max(of_groups, within) / np.sqrt(means.size) / level
+    # How much very few records differ says little: of one, nothing.
+    return level, max(max(of_groups, within) / np.sqrt(means.size) / level, 4.0 / time.size**2)
 
 
 def _error_of_mean(time: NDArray[np.float64], predicted: NDArray[np.float64]) -> float:

@@ -335,13 +335,25 @@ def test_a_state_goes_on_where_it_was_taken() -> None:
         ({"places": [[0]]}, TypeError, "places of the state must be a list of .host, local rank."),
         ({"places": [[0, True]]}, TypeError, "a local rank of the state must be an integer, not True"),
         ({"scales": [["a", 1, 1.0]]}, TypeError, "a host of the state must be an integer, not 'a'"),
-        ({"scales": [[0, 1, 0.0]]}, ValueError, "scales of the state must be positive"),
+        ({"scales": [[0, 1, 0.0]]}, ValueError, "scales of the state must be from"),
+        ({"scales": [[0, 1, 1e300]]}, ValueError, "scales of the state must be from"),
+        ({"memory": [[1e300] * 5] * 70}, ValueError, "finite and not negative, below 1e.40"),
+        ({"memory": [1.0] * 5}, ValueError, "memory of the state must be a list of lists"),
+        ({"memory": [["1"] * 5]}, ValueError, "memory of the state must be a list of lists"),
         ({"scales": [[0, 1, math.nan]]}, ValueError, "a number in scales of the state must be finite"),
         ({"drifts": [[0, 1, "x"]]}, TypeError, "a number in drifts of the state must be a number"),
         ({"memory": "abc"}, ValueError, "memory of the state must be a list of lists of 5 numbers"),
         ({"memory": [[1.0, 2.0]]}, ValueError, "memory of the state must be a list of lists of 5 numbers"),
-        ({"memory": [[1.0, 2.0, 3.0, 4.0, math.inf]]}, ValueError, "memory of the state must hold finite numbers"),
-        ({"memory": [[1.0, 2.0, 3.0, 4.0, -1.0]]}, ValueError, "memory of the state must hold finite numbers"),
+        (
+            {"memory": [[1.0, 2.0, 3.0, 4.0, math.inf]]},
+            ValueError,
+            "memory of the state must be a list of lists of 5 numbers that are finite",
+        ),
+        (
+            {"memory": [[1.0, 2.0, 3.0, 4.0, -1.0]]},
+            ValueError,
+            "memory of the state must be a list of lists of 5 numbers that are finite",
+        ),
     ],
 )
 def test_other_states_are_refused(changes: Any, error: type[Exception], message: str) -> None:
@@ -451,3 +463,15 @@ def test_a_random_job_is_never_planned_worse_than_by_size(number: int) -> None:
     if refreshes:
         print(f"changed {changes} of {refreshes} times without a reason")
         assert changes <= 2 + refreshes // 4  # on average 1 in 30
+
+
+def test_of_one_record_a_rank_nobody_is_called_slow() -> None:
+    """A first step takes longer than others, on one rank maybe."""
+    measured = chronica.Measured()
+    measured.model(DEFAULT, places(2), 2)
+    rows = []
+    for slow in (1, 3):
+        records = np.zeros(1, DTYPE)
+        records["samples"], records["size"], records["size2"], records["elapsed_ns"] = 2, 100, 5000, 1_000_000 * slow
+        rows.append(summarize(records, DEFAULT))
+    assert measured.follow(np.array(rows), places(2), [], []).rank_scale is None
