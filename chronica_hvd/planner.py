@@ -222,7 +222,10 @@ class Planner:
             assigned = assigned.with_largest_first(full_steps, options.padding == "max")
         indices = order[assigned.places]
         shape = (assigned.bounds.size, work.ranks)
-        factors, weights, divisors, spread = self._weights(indices, assigned, epoch)
+        mean_total = None
+        if options.normalize == "epoch":  # of the whole epoch, however much of it is left
+            mean_total = self._mean_total(drawn if left is None else self.order(epoch))
+        factors, weights, divisors, spread = self._weights(indices, assigned, mean_total)
         return Plan(
             indices=indices,
             offsets=offsets(assigned.held),
@@ -293,7 +296,7 @@ class Planner:
         return max(of_short, largest(lengths[:full].reshape(-1, self.batch_size, ranks), self.batch_size))
 
     def _weights(
-        self, indices: NDArray[np.int64], assigned: Assigned, epoch: int
+        self, indices: NDArray[np.int64], assigned: Assigned, mean_total: float | None
     ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], float]:
         """Return the micro-batches' and the ranks' gradient factors ranks · W / ΣW, the ΣW, and their spread."""
         if self.workload.loss_weights is None:
@@ -309,8 +312,8 @@ class Planner:
             ranks_are_real = (assigned.counts > 0).reshape(of_ranks.shape)
             none = np.full_like(totals, np.nan)
             return assigned.is_real.astype(np.float64), ranks_are_real.astype(np.float64), none, spread
-        if self.options.normalize == "epoch":
-            totals = np.full_like(totals, self._mean_total(epoch))
+        if mean_total is not None:
+            totals = np.full_like(totals, mean_total)
         return (
             self.workload.ranks * _shares(amounts, np.repeat(totals, assigned.step_batches)),
             self.workload.ranks * _shares(of_ranks, totals[:, None]),
@@ -318,9 +321,9 @@ class Planner:
             spread,
         )
 
-    def _mean_total(self, epoch: int) -> float:
-        """Return the mean over the steps of a whole epoch of their total loss weight, however much of it is left."""
-        order, weights = self.order(epoch), self.workload.loss_weights
+    def _mean_total(self, order: NDArray[np.int64]) -> float:
+        """Return the mean over the steps, in which these samples are taken, of their total loss weight."""
+        weights = self.workload.loss_weights
         total = float(order.size if weights is None else weights[order].sum())
         return total / -(-order.size // self.global_batch)
 

@@ -209,12 +209,13 @@ class BatchSampler(Sampler[list[int] | list[list[int]]]):
 
     def begin(self) -> Course:
         """Return the course of a loop over the loader that begins now, by the newest cost."""
-        planned, start, before = self._planned, self._start, self._planner
+        before = self._planner
         self._adopt_cost()
-        if self._planner is not before and not self.evaluation:
-            segment = dataclasses.replace(planned.segment, before=planned.consumed(start))
-            planned, start = Planned(self._planner, planned.epoch, segment, self._given), 0
-        self._go_to(self._epoch, planned, start)
+        if self._planner is before:
+            self.course = self._next_course()
+        else:
+            left = dataclasses.replace(self._planned.segment, before=self._planned.consumed(self._start))
+            self._go_to(self._epoch, Planned(self._planner, self._planned.epoch, left, self._given))
         return self.course
 
     def tickets(self) -> Iterator[StepTicket]:

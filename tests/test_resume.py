@@ -824,3 +824,17 @@ def test_places_of_entries(may_repeat: bool) -> None:
         for sample in set(entries.tolist()):
             first = np.flatnonzero(samples == sample)[: (entries == sample).sum()]
             assert whole[entries == sample].tolist() == first.tolist()
+
+
+def test_an_iterator_that_is_not_begun_changes_no_state() -> None:
+    stopped = sampler()
+    steps = loader(stopped).steps()
+    for _ in range(3):
+        list(next(steps))
+    state = stopped.state_dict()
+    assert state["steps"] == 3
+    begun_never = loader(stopped).steps()
+    assert stopped.state_dict() == state
+    list(next(steps))
+    assert stopped.state_dict()["steps"] == 4
+    del begun_never
